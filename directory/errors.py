@@ -1,0 +1,33 @@
+"""What can go wrong with the directory.
+
+DirectoryError
+├─ DirectoryUnavailable   it can't be reached, or didn't answer in time; nothing is known about a write's fate
+├─ DirectoryFull          the server is at `maxmemory`: a placement was refused, the server is otherwise well
+├─ RegistrationRefused    the incarnation exists already; draw another
+├─ IdentityRefused        an identity, scope or key scheme that could make two different things share a key
+└─ SchemaMismatch         the server holds a layout of another version; nothing is guessed
+"""
+
+
+class DirectoryError(Exception):
+    """Base of everything the directory raises."""
+
+
+class DirectoryUnavailable(DirectoryError):
+    """The server can't be reached or didn't answer in time; a write may or may not have happened."""
+
+
+class DirectoryFull(DirectoryError):
+    """The server refused a placement for want of memory; withdrawals still work."""
+
+
+class RegistrationRefused(DirectoryError):
+    """The incarnation is taken; the writer must draw a new one."""
+
+
+class IdentityRefused(DirectoryError, ValueError):
+    """An identity, a scope or a scheme that is not safe to build keys from; the message names the field."""
+
+
+class SchemaMismatch(DirectoryError):
+    """The server speaks another version of the schema."""

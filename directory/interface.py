@@ -1,0 +1,113 @@
+"""The directory's promises: what a reader may believe, and what a writer must keep.
+
+The directory holds digests and places, never prompt text, token ids or KV bytes. It may be stale, and converges by
+itself as long as writers keep these rules:
+
+- *State, not events.* A placement says in which tiers an incarnation now holds a key; zero removes. Repeating it is
+  harmless, so a batch whose fate is unknown is sent again, with the newest state and the next attempt number.
+- *Ordered per partition.* One batch is in flight per (partition, incarnation); an attempt that isn't higher than the
+  last is ignored, so a resend overtaken by its successor changes nothing.
+- *Random incarnations.* One life, one name; a name that exists is refused.
+- *A walk is a new life.* To repair anything, a writer registers a second incarnation, announces its whole inventory
+  under it (each write removes the first one's entry), and retires the first.
+- *Seen before believed.* A new incarnation places nothing in its first `SETTLE_S` seconds, and a batch passes `known`
+  only from a table polled in the last `KNOWN_FRESH_S`: so no writer prunes a life it hadn't heard of.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from directory.members import TERM_S, Load, Member, Registration, Renewal
+
+BATCH_PLACEMENTS_MAX = 64
+KNOWN_FRESH_S = 2.0
+SETTLE_S = 2.5
+LOST = -1
+"""What a partition that holds no attempt of an incarnation returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Newest states of keys of one partition, sent by one incarnation.
+
+    `states` are (directory key, tier mask) pairs, at most `BATCH_PLACEMENTS_MAX`; a mask of zero removes. `known`:
+    every incarnation that is live or was retired or lapsed within ten minutes; holders of others are pruned from the
+    records touched (`None`: don't prune). `replaces`: the life that a walk leaves behind; its entries go from the same
+    records. `ttl_s`: the records' expiry is raised to this, never lowered.
+    """
+
+    incarnation: bytes
+    partition: int
+    attempt: int
+    states: tuple[tuple[bytes, int], ...]
+    ttl_s: float
+    known: frozenset[bytes] | None = None
+    replaces: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Records of the keys asked for, in order. `b""`: held by nobody; `None`: unknown, its partition didn't answer.
+
+    Where a long prompt is asked in steps, positions after the first key that nobody holds are `b""`.
+    """
+
+    records: tuple[bytes | None, ...]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a partition didn't answer."""
+        return None in self.records
+
+
+class DirectoryReader(Protocol):
+    """What a gateway needs."""
+
+    async def lookup(self, keys: Sequence[bytes], deadline_s: float) -> Lookup:
+        """The holders of each directory key, in one round trip where possible; may be stale.
+
+        Raises `DirectoryUnavailable` when nothing arrived within `deadline_s`; callers then route without it.
+        """
+        ...
+
+    async def members(self) -> tuple[Member, ...]:
+        """All hosts and engines that are live, or were retired or lapsed within ten minutes.
+
+        Rows that can't be read are left out. Raises `DirectoryUnavailable`.
+        """
+        ...
+
+
+class DirectoryWriter(Protocol):
+    """What an agent needs. One writer per incarnation; every method raises `DirectoryUnavailable`."""
+
+    async def register(
+        self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
+    ) -> None:
+        """Begin a life. Raises `RegistrationRefused` when the incarnation exists, even lapsed or retired."""
+        ...
+
+    async def renew(self, incarnation: bytes, load: Load, term_s: float = TERM_S) -> Renewal:
+        """Extend a life by a term and report its load. A lapsed life may be renewed, a retired one is unknown."""
+        ...
+
+    async def retire(self, incarnation: bytes) -> None:
+        """End a life; its placements are no longer believed. An unknown one is ignored."""
+        ...
+
+    async def place(self, batch: Batch) -> int:
+        """Apply a batch, unless its attempt isn't higher than the last one held; return the number held before.
+
+        A return below the last number that was acknowledged means that this partition lost writes: walk it.
+        `LOST` means that it holds none. Raises `DirectoryFull` when the server is out of memory.
+        """
+        ...
+
+    async def withdraw(self, batch: Batch) -> int:
+        """`place` for batches that only remove: runs even when the server is out of memory."""
+        ...
+
+    async def members(self) -> tuple[Member, ...]:
+        """As `DirectoryReader.members`."""
+        ...

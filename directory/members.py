@@ -1,0 +1,177 @@
+"""Who is in the fleet: hosts and engines, as an agent registers them and as a reader finds them.
+
+An *incarnation* is one life of a host or an engine: 64 random bits drawn by its writer and never used twice, so that
+what an earlier life announced can't be mistaken for the present one's.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from directory.costs import ModelShape, Rates
+from directory.errors import DirectoryError, IdentityRefused
+from directory.identity import Identity
+from directory.schemes import SCHEMES
+from directory.tiers import Tier
+
+INCARNATION_BYTES = 8
+TERM_S = 5.0
+RENEW_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 0.5
+REMEMBERED_S = 600.0
+"""How long a retired or lapsed incarnation stays in the table: late writes of it are recognised, not pruned."""
+
+
+def draw_incarnation() -> bytes:
+    """8 random bytes: a name for a new life."""
+    return secrets.token_bytes(INCARNATION_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRegistration:
+    """One machine with one agent. `agent_url` serves tokenizer files, metrics and health."""
+
+    host: str
+    agent_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRegistration:
+    """One serving endpoint, one data-parallel rank, and all that gateways derive from it.
+
+    `models` are the served model ids; `tokenizer_files` maps a file's name to the sha256 of its content, under which
+    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it.
+    """
+
+    engine: str
+    host: str
+    url: str
+    models: tuple[str, ...]
+    identity: Identity
+    shape: ModelShape
+    chunk_tokens: int
+    context_tokens: int
+    key_scheme: str = "warmroute"
+    page_tokens: int | None = None
+    renderer: str = "reference"
+    tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.key_scheme not in SCHEMES:
+            raise IdentityRefused(f"key_scheme must be one of {', '.join(SCHEMES)}, not {self.key_scheme!r}")
+        if self.chunk_tokens < 1:
+            raise IdentityRefused(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if self.page_tokens is not None and (self.page_tokens < 1 or self.chunk_tokens % self.page_tokens):
+            raise IdentityRefused(
+                f"page_tokens must divide chunk_tokens ({self.chunk_tokens}), not be {self.page_tokens}"
+            )
+
+
+Registration = HostRegistration | EngineRegistration
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an incarnation reports with each renewal: the account of its tiers, and the rates it has observed."""
+
+    rates: Rates | None = None
+    tier_bytes_used: Mapping[Tier, int] = field(default_factory=dict)
+    tier_bytes_limit: Mapping[Tier, int] = field(default_factory=dict)
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One row of the fleet's table, as read. `remaining_s` counts from when the reader sent its poll."""
+
+    incarnation: bytes
+    registration: Registration
+    load: Load
+    remaining_s: float
+    retired: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its placements are believed."""
+        return not self.retired and self.remaining_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What a renewal found. Unknown, or lapsed for longer than a term: the writer must begin a new life."""
+
+    known: bool
+    lapsed_s: float = 0.0
+
+
+class UnreadableMember(DirectoryError):
+    """A row of the table that this version can't read; readers skip it, count it, and keep the others."""
+
+
+def encode_registration(registration: Registration) -> bytes:
+    """JSON of a registration, with its role."""
+    role = "host" if isinstance(registration, HostRegistration) else "engine"
+    return json.dumps({"role": role, **asdict(registration)}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode_registration(data: bytes) -> Registration:
+    """The registration in `data`; fields of a newer version are ignored. Raises `UnreadableMember`."""
+    try:
+        row: dict[str, Any] = json.loads(data)
+        role = row.pop("role")
+        if role == "host":
+            return HostRegistration(**_known_fields(HostRegistration, row))
+        if role != "engine":
+            raise UnreadableMember(f"unknown role {role!r}")
+        row["identity"] = Identity(**_known_fields(Identity, row["identity"]))
+        row["shape"] = ModelShape(**_known_fields(ModelShape, row["shape"]))
+        row["models"] = tuple(row["models"])
+        return EngineRegistration(**_known_fields(EngineRegistration, row))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableMember(f"a registration can't be read: {error!r}") from error
+
+
+def encode_load(load: Load) -> bytes:
+    """JSON of a load report."""
+    rates = load.rates and {
+        "flops": load.rates.flops,
+        "bytes_per_s": {int(tier): value for tier, value in load.rates.bytes_per_s.items()},
+        "fixed_s": {int(tier): value for tier, value in load.rates.fixed_s.items()},
+    }
+    row = {
+        "rates": rates,
+        "used": {int(tier): value for tier, value in load.tier_bytes_used.items()},
+        "limit": {int(tier): value for tier, value in load.tier_bytes_limit.items()},
+        "running": load.running,
+        "waiting": load.waiting,
+    }
+    return json.dumps(row, separators=(",", ":")).encode()
+
+
+def decode_load(data: bytes) -> Load:
+    """The load report in `data`. Raises `UnreadableMember`."""
+    if not data:
+        return Load()
+    try:
+        row = json.loads(data)
+        rates = row.get("rates")
+        return Load(
+            rates=rates and Rates(rates["flops"], _tiers(rates["bytes_per_s"]), _tiers(rates["fixed_s"])),
+            tier_bytes_used=_tiers(row["used"]),
+            tier_bytes_limit=_tiers(row["limit"]),
+            running=row["running"],
+            waiting=row["waiting"],
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableMember(f"a load report can't be read: {error!r}") from error
+
+
+def _known_fields(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name in kind.__dataclass_fields__}
+
+
+def _tiers(row: Mapping[str, Any]) -> dict[Tier, Any]:
+    return {Tier(int(bit)): value for bit, value in row.items()}

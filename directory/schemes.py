@@ -1,0 +1,130 @@
+"""Key schemes: how the chunks of a prompt are named, so that engines which chain their own way are routed exactly.
+
+An engine registers one scheme and one chunk size. Every scheme gives the raw digest of each full chunk and the
+directory key it is announced under.
+"""
+
+import hashlib
+from typing import Protocol
+
+from directory.chunks import (
+    DIRECTORY_KEY_BYTES,
+    TOKEN_BYTES,
+    TokenBytes,
+    chunk_keys,
+    directory_key,
+)
+from directory.errors import IdentityRefused
+from directory.identity import Scope
+
+_SGLANG_LABEL = b"sglang-cache-namespace-v1"
+
+
+class KeyScheme(Protocol):
+    """Names the full chunks of a prompt."""
+
+    def digests(
+        self,
+        fleet_digest: bytes,
+        scope: Scope,
+        tokens: TokenBytes,
+        chunk_tokens: int,
+        page_tokens: int | None,
+    ) -> list[bytes]:
+        """The raw 32-byte digest of each full chunk of `tokens` (little-endian u32)."""
+        ...
+
+    def directory_keys(self, fleet_digest: bytes, scope: Scope, digests: list[bytes]) -> list[bytes]:
+        """The 16-byte directory keys of chunks with these digests."""
+        ...
+
+
+class WarmrouteScheme:
+    """Our own chain: sha256 from the scoped digest; the directory key is the chunk key, cut to 16 bytes."""
+
+    def digests(
+        self,
+        fleet_digest: bytes,
+        scope: Scope,
+        tokens: TokenBytes,
+        chunk_tokens: int,
+        page_tokens: int | None,
+    ) -> list[bytes]:
+        """See `KeyScheme`; pages play no part."""
+        return chunk_keys(scope.root(fleet_digest), tokens, chunk_tokens)
+
+    def directory_keys(self, fleet_digest: bytes, scope: Scope, digests: list[bytes]) -> list[bytes]:
+        """See `KeyScheme`."""
+        return [directory_key(key) for key in digests]
+
+
+class SglangScheme:
+    """SGLang 0.5's HiCache hash: sha256(previous page's digest || page tokens as little-endian u32).
+
+    Nothing stands before the first page, or the seed where a salt or an extra key is set. A chunk's digest is its
+    last page's. The scheme has no field for an adapter, so LoRA is kept apart by the directory key alone.
+    """
+
+    def digests(
+        self,
+        fleet_digest: bytes,
+        scope: Scope,
+        tokens: TokenBytes,
+        chunk_tokens: int,
+        page_tokens: int | None,
+    ) -> list[bytes]:
+        """See `KeyScheme`. Raises `IdentityRefused` where the page doesn't divide the chunk."""
+        page = page_tokens or chunk_tokens
+        if page < 1 or chunk_tokens % page:
+            raise IdentityRefused(f"page_tokens must divide the chunk of {chunk_tokens} tokens, not be {page}")
+        view, step = memoryview(tokens), page * TOKEN_BYTES
+        pages_per_chunk, full = chunk_tokens // page, len(tokens) // (chunk_tokens * TOKEN_BYTES)
+        previous = sglang_seed(None, scope.salt) if scope.salt is not None else b""
+        digests: list[bytes] = []
+        for index in range(full * pages_per_chunk):
+            previous = hashlib.sha256(previous + view[index * step : (index + 1) * step]).digest()
+            if (index + 1) % pages_per_chunk == 0:
+                digests.append(previous)
+        return digests
+
+    def directory_keys(self, fleet_digest: bytes, scope: Scope, digests: list[bytes]) -> list[bytes]:
+        """See `KeyScheme`."""
+        return labelled(fleet_digest, scope, digests)
+
+
+def sglang_seed(extra_key: str | None, salt: str | None) -> bytes:
+    """What stands before SGLang's first page when an extra key or a salt is set (32 bytes)."""
+    parts = [_SGLANG_LABEL]
+    for field in (extra_key, salt):
+        if field is None:
+            parts.append(b"\x00")
+        else:
+            value = field.encode()
+            parts.append(b"\x01" + len(value).to_bytes(8, "little") + value)
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def labelled(fleet_digest: bytes, scope: Scope, digests: list[bytes]) -> list[bytes]:
+    """Directory keys of a foreign scheme: sha256(scoped fleet root || chunk digest)[:16]."""
+    root = scope.root(fleet_digest)
+    return [hashlib.sha256(root + digest).digest()[:DIRECTORY_KEY_BYTES] for digest in digests]
+
+
+SCHEMES = ("warmroute", "sglang", "lmcache-mp")
+
+
+def key_scheme(name: str) -> KeyScheme:
+    """The scheme of that name. Raises `IdentityRefused` for an unknown one, or one whose library is missing."""
+    if name == "warmroute":
+        return WarmrouteScheme()
+    if name == "sglang":
+        return SglangScheme()
+    if name == "lmcache-mp":
+        try:
+            from directory.lmcache_keys import LmcacheScheme
+        except ImportError:
+            raise IdentityRefused(
+                "the scheme lmcache-mp needs the package blake3: pip install 'warmroute[lmcache]'"
+            ) from None
+        return LmcacheScheme()
+    raise IdentityRefused(f"unknown key scheme {name!r}: it must be one of {', '.join(SCHEMES)}")
