@@ -1,0 +1,1 @@
+"""The gateway: one request in, one engine chosen, bytes streamed."""

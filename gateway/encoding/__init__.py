@@ -1,0 +1,1 @@
+"""Encoding: a request into the token ids its engine will see."""

@@ -1,0 +1,1 @@
+"""Routing: which engine answers soonest. Pure: no clock, no I/O."""

@@ -1,0 +1,109 @@
+"""What a client can be told, in OpenAI's error shape.
+
+    GatewayError (status, type, code)
+    ├─ InvalidRequest      400   names the field
+    ├─ ModelNotFound       404
+    ├─ NotFound            404   no such path, or another method
+    ├─ RequestTimeout      408   the body didn't arrive in time
+    ├─ BodyTooLarge        413
+    ├─ NoEngineAvailable   503   nobody serves the model now
+    ├─ UpstreamError       502   engines were tried and failed before the first byte
+    └─ UpstreamTimeout     504   an engine didn't answer in time
+
+After the first byte there are no retries: a stream that breaks ends with one error event (`broken_stream_event`).
+"""
+
+from typing import Any, ClassVar
+
+import orjson
+
+
+class GatewayError(Exception):
+    """An answer to the client. `param` names the field that is wrong, where one is."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param = message, param
+        self.answer_code = code or self.code
+
+    def body(self) -> bytes:
+        """The JSON body of the answer."""
+        return error_body(self.message, self.type, self.param, self.answer_code)
+
+
+class InvalidRequest(GatewayError):
+    """The request can't be served as it is."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ModelNotFound(GatewayError):
+    """No engine has ever served this model here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class NotFound(GatewayError):
+    """No such path."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class RequestTimeout(GatewayError):
+    """The body came too slowly."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class BodyTooLarge(GatewayError):
+    """The body is over the limit."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class NoEngineAvailable(GatewayError):
+    """The model is known, and no engine that serves it is ready."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "no_engine_available"
+
+
+class UpstreamError(GatewayError):
+    """Every engine tried failed before its first byte."""
+
+    status = 502
+    type = "upstream_error"
+    code = "upstream_error"
+
+
+class UpstreamTimeout(GatewayError):
+    """An engine took too long."""
+
+    status = 504
+    type = "upstream_error"
+    code = "upstream_timeout"
+
+
+def error_body(message: str, type_: str, param: str | None, code: str | None) -> bytes:
+    """OpenAI's error object as JSON."""
+    error: dict[str, Any] = {"message": message, "type": type_, "param": param, "code": code}
+    return orjson.dumps({"error": error})
+
+
+def broken_stream_event(message: str) -> bytes:
+    """The last event of a stream whose engine failed after the first byte."""
+    return b"data: " + error_body(message, "upstream_error", None, "stream_broken") + b"\n\n"

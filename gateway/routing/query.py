@@ -1,0 +1,68 @@
+"""What a routing decision is made from, and what it says. Neither knows HTTP."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from directory.costs import ModelShape, Rates
+from directory.placements import NO_MATCH, PrefixMatch
+from directory.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that may serve the request.
+
+    `rates` is `None` for an engine that has reported none. `wait_s` is the work booked ahead of this request,
+    `prefills` how many requests on it haven't shown their first byte, `running` how many are open.
+    """
+
+    engine: str
+    shape: ModelShape
+    rates: Rates | None
+    chunk_tokens: int
+    match: PrefixMatch = NO_MATCH
+    wait_s: float = 0.0
+    prefills: int = 0
+    running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingQuery:
+    """One request and its candidates. `affinity` decides near ties, alike on every gateway (the first chunk key)."""
+
+    prompt_tokens: int
+    affinity: bytes
+    candidates: tuple[Candidate, ...]
+    directory_known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A candidate with each term of its score, in seconds; the lowest `score_s` is served first."""
+
+    engine: str
+    score_s: float
+    wait_s: float
+    load_s: float
+    prefill_s: float
+    matched_tokens: int
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+
+    @property
+    def service_s(self) -> float:
+        """Engine seconds the request is expected to take before its first token."""
+        return self.load_s + self.prefill_s
+
+    @property
+    def expected_ttft_s(self) -> float:
+        """Seconds from now to the first token."""
+        return self.wait_s + self.service_s
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingDecision:
+    """The candidates, best first, and why the first one leads. The ranking is final."""
+
+    ranked: tuple[Score, ...]
+    reason: str
+    price: float

@@ -1,0 +1,62 @@
+"""Chooses the engine: scores every candidate, breaks near ties alike on every gateway, and says why."""
+
+import hashlib
+
+from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
+from gateway.routing.seconds import score_all
+
+NEAR_TIE_SHARE = 0.02
+NEAR_TIE_S = 0.002
+BOUND = 1.25
+"""Without the directory: an engine may carry this many times the mean of open requests before affinity leaves it."""
+
+
+def route(query: RoutingQuery) -> RoutingDecision:
+    """Rank the candidates of `query`, best first. Needs at least one."""
+    assert query.candidates, "a query has candidates, or there is nothing to route"
+    if not query.directory_known:
+        return _route_by_affinity(query)
+    scores, price = score_all(query)
+    best = min(score.score_s for score in scores)
+    tie = best * (1 + NEAR_TIE_SHARE) + NEAR_TIE_S
+    ranked = sorted(
+        scores,
+        key=lambda score: (
+            (0, -score.matched_tokens, _rendezvous(query.affinity, score.engine))
+            if score.score_s <= tie
+            else (1, score.score_s, b"")
+        ),
+    )
+    return RoutingDecision(tuple(ranked), _reason(ranked), price)
+
+
+def _reason(ranked: list[Score]) -> str:
+    """Why the first leads: `only-engine`, `prefix`, `shorter-wait` (a longer prefix waits elsewhere), or `load`."""
+    if len(ranked) == 1:
+        return "only-engine"
+    longest = max(score.matched_tokens for score in ranked)
+    if not longest:
+        return "load"
+    return "prefix" if ranked[0].matched_tokens == longest else "shorter-wait"
+
+
+def _route_by_affinity(query: RoutingQuery) -> RoutingDecision:
+    """Bounded-load rendezvous hashing: replicas agree without a directory, and most affinity survives.
+
+    The candidates are taken in rendezvous order; those that carry more than `BOUND` times the mean (this request
+    counted) come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
+    """
+    scores, price = score_all(query)
+    by_engine = {score.engine: score for score in scores}
+    mean = (1 + sum(each.running for each in query.candidates)) / len(query.candidates)
+
+    def order(candidate: Candidate) -> tuple[bool, bytes]:
+        return candidate.running + 1 > max(1.0, BOUND * mean), _rendezvous(query.affinity, candidate.engine)
+
+    ranked = tuple(by_engine[each.engine] for each in sorted(query.candidates, key=order))
+    return RoutingDecision(ranked, "directory-unavailable", price)
+
+
+def _rendezvous(affinity: bytes, engine: str) -> bytes:
+    """Highest-random-weight hashing: the engine whose digest sorts first wins the key."""
+    return hashlib.blake2b(affinity + engine.encode(), digest_size=8).digest()
