@@ -1,0 +1,129 @@
+"""The gateway's composition root: builds every part, runs the loops and the two servers, and ends them in order."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import uvicorn
+
+from directory.members import EngineRegistration
+from directory.redis_directory import RedisDirectory
+from gateway.admin_api import create_admin_api
+from gateway.completion import Completion
+from gateway.config import GatewayConfig
+from gateway.encoding.encoder import Encoders
+from gateway.encoding.files import TokenizerFiles
+from gateway.fleet import Fleet, FleetTable
+from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
+from gateway.ledger import Ledger
+from gateway.lookup import ChunkLookup
+from gateway.metrics import EngineGauges, GatewayMetrics
+from gateway.openai_api import OpenAiApi
+from gateway.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+
+class PortTaken(Exception):
+    """A port can't be bound; the message says which and why."""
+
+
+async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `PortTaken`, or `DirectoryError` for a URL that makes no sense.
+
+    The end: readiness goes first; running requests have `drain_s` seconds (a second signal cuts that short); then the
+    loops are stopped and the clients closed.
+    """
+    clock = time.monotonic
+    data_socket = _listen(config.bind, config.port)
+    admin_socket = _listen(config.bind, config.admin_port)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with contextlib.AsyncExitStack() as stack:
+        directory = RedisDirectory.connect(config.redis_url, clock=clock)
+        stack.push_async_callback(directory.aclose)
+        limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
+        control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
+        encoders = Encoders(TokenizerFiles(config.files_folder, control))
+        stack.callback(encoders.close)
+        fleet = Fleet(directory, HealthCheck(control), clock, on_change=lambda table: encoders.want(_wanted(table)))
+        ledger, metrics = Ledger(clock), GatewayMetrics()
+        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
+        upstream = await stack.enter_async_context(Upstream(config.timeouts))
+        completion = Completion(fleet, encoders, ChunkLookup(directory, clock), ledger, upstream, metrics, clock)
+        data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.drain_s)
+        admin = _server(create_admin_api(fleet, encoders, ledger, metrics, stop.is_set), 1.0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: _signalled(stop, data))
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(fleet.run()), tasks.create_task(encoders.run())]
+            servers = [
+                tasks.create_task(data.serve(sockets=[data_socket])),
+                tasks.create_task(admin.serve(sockets=[admin_socket])),
+            ]
+            ready()
+            await stop.wait()
+            data.should_exit = True
+            await servers[0]
+            admin.should_exit = True
+            await servers[1]
+            for task in loops:
+                task.cancel()
+
+
+def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:
+    if stop.is_set():
+        data.force_exit = True
+    stop.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: the composition root decides the order of the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def _server(app: object, drain_s: float) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+            h11_max_incomplete_event_size=None,
+        )
+    )
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((bind, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise PortTaken(f"can't listen on {bind}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _wanted(table: FleetTable) -> list[tuple[EngineRegistration, str]]:
+    return [(view.registration, view.agent_url) for view in table.engines.values() if view.agent_url]
+
+
+def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:
+    return [(engine, ledger.running(engine), ledger.wait_s(engine)) for engine in fleet.table.engines]

@@ -1,0 +1,317 @@
+"""The story of a request: encode -> keys -> lookup -> route -> book -> forward -> settle. And nothing else."""
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from directory.costs import Rates, prefill_s
+from directory.identity import Scope
+from directory.placements import NO_MATCH
+from gateway.audit import StreamTail, Usage, read_usage
+from gateway.encoding.encoder import Encoders, Encoding, unencoded
+from gateway.errors import (
+    ModelNotFound,
+    NoEngineAvailable,
+    UpstreamError,
+    UpstreamTimeout,
+    broken_stream_event,
+)
+from gateway.fleet import EngineView, Fleet
+from gateway.ledger import Ledger
+from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
+from gateway.metrics import GatewayMetrics
+from gateway.openai_schema import InferenceRequest
+from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
+from gateway.routing.router import route
+from gateway.routing.seconds import NEUTRAL_FLOPS
+from gateway.upstream import Answer, EngineFailed, Headers, Upstream
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS_MAX = 3
+RETRY_STATUSES = frozenset({429, 502, 503, 504})
+EVENT_ENDS = (b"\n\n", b"\n\r\n")
+EVENT_BYTES_MAX = 2**20
+"""A longer event is passed on in parts."""
+
+
+class Sink(Protocol):
+    """Where an answer goes: towards the client."""
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send status and headers."""
+        ...
+
+    async def write(self, piece: bytes) -> None:
+        """Send a piece of the body."""
+        ...
+
+    async def finish(self) -> None:
+        """End the body."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it arrived: what was read of it, and its headers, with a request id among them."""
+
+    request: InferenceRequest
+    headers: Headers
+    arrived_at: float
+    wants_explanation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that routing needs, however many attempts it takes."""
+
+    encoding: Encoding
+    affinity: bytes
+    holders: Holders
+
+
+class Completion:
+    """Serves chat and completion requests."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        encoders: Encoders,
+        lookup: ChunkLookup,
+        ledger: Ledger,
+        upstream: Upstream,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet, self._encoders, self._lookup = fleet, encoders, lookup
+        self._ledger, self._upstream, self._metrics, self._clock = ledger, upstream, metrics, clock
+
+    async def serve(self, incoming: Incoming, sink: Sink) -> None:
+        """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
+        request = incoming.request
+        views = self._serving(request.model)
+        prepared = await self._prepare(request, views)
+        tried: set[str] = set()
+        failure: EngineFailed | None = None
+        while len(tried) < ATTEMPTS_MAX:
+            left = [view for view in self._serving_now(request.model, views) if view.engine not in tried]
+            if not left:
+                break
+            decision = self._route(prepared, left)
+            view = next(each for each in left if each.engine == decision.ranked[0].engine)
+            if tried:
+                self._metrics.retries.inc()
+            tried.add(view.engine)
+            may_retry = len(left) > 1 and len(tried) < ATTEMPTS_MAX
+            failure = await self._attempt(incoming, prepared, decision, view, sink, may_retry)
+            if failure is None:
+                return
+            logger.warning("engine %s failed before its first byte: %s", view.engine, failure)
+        raise self._unserved(request.model, failure)
+
+    def _serving(self, model: str) -> list[EngineView]:
+        views = self._fleet.table.serving(model)
+        if not views and model not in self._fleet.models_seen:
+            raise ModelNotFound(f"the model {model!r} is not served here", "model")
+        if not views:
+            raise NoEngineAvailable(f"no engine that serves {model!r} is ready")
+        return views
+
+    def _serving_now(self, model: str, views: list[EngineView]) -> list[EngineView]:
+        """Ready engines; or, if none is any more, those that were when the request came: one of them may be well."""
+        return self._fleet.table.serving(model) or views
+
+    def _unserved(self, model: str, failure: EngineFailed | None) -> Exception:
+        if failure is None:
+            return NoEngineAvailable(f"no engine that serves {model!r} is ready")
+        kind = UpstreamTimeout if failure.is_timeout else UpstreamError
+        return kind(f"every engine tried for {model!r} failed; the last one {failure}")
+
+    async def _prepare(self, request: InferenceRequest, views: Sequence[EngineView]) -> Prepared:
+        with self._stage("encode"):
+            encoding = await self._encode(request, views)
+        if encoding.tokens is None:
+            self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
+            return Prepared(encoding, hashlib.sha256(request.body).digest(), Holders())
+        self._metrics.prompt_tokens.labels(request.model).inc(encoding.prompt_tokens)
+        with self._stage("keys"):
+            chains = chain_chunks(views, encoding.tokens, Scope(salt=request.cache_salt))
+        with self._stage("lookup"):
+            holders = await self._find_holders(chains, views, encoding.prompt_tokens)
+        if holders.degraded:
+            self._metrics.degraded.labels(holders.degraded).inc()
+        first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
+        return Prepared(encoding, first_key or hashlib.sha256(encoding.tokens).digest(), holders)
+
+    async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
+        for view in views:
+            encoder = self._encoders.find(view.registration)
+            if encoder is not None:
+                return await encoder.encode(request)
+        return unencoded(request, "no_tokenizer")
+
+    async def _find_holders(
+        self, chains: Sequence[ChunkChain], views: Sequence[EngineView], prompt_tokens: int
+    ) -> Holders:
+        if not any(chain.keys for chain in chains):
+            return Holders(is_known=True)
+        if not self._fleet.is_directory_known():
+            return Holders(is_known=False, degraded="directory_unavailable")
+        rates = views[0].rates or Rates(NEUTRAL_FLOPS)
+        expected_s = prefill_s(views[0].registration.shape, rates, prompt_tokens)
+        started_at = self._clock()
+        holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
+        self._metrics.lookup.observe(self._clock() - started_at)
+        if not holders.is_known:
+            self._metrics.directory_errors.labels("lookup").inc()
+        return holders
+
+    def _route(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
+        with self._stage("route"):
+            candidates = tuple(
+                Candidate(
+                    engine=view.engine,
+                    shape=view.registration.shape,
+                    rates=view.rates,
+                    chunk_tokens=view.registration.chunk_tokens,
+                    match=prepared.holders.matches.get(view.engine, NO_MATCH),
+                    wait_s=self._ledger.wait_s(view.engine),
+                    prefills=self._ledger.prefills(view.engine),
+                    running=self._ledger.running(view.engine),
+                )
+                for view in views
+            )
+            decision = route(
+                RoutingQuery(prepared.encoding.prompt_tokens, prepared.affinity, candidates, prepared.holders.is_known)
+            )
+        self._metrics.decisions.labels(decision.reason).inc()
+        return decision
+
+    async def _attempt(
+        self,
+        incoming: Incoming,
+        prepared: Prepared,
+        decision: RoutingDecision,
+        view: EngineView,
+        sink: Sink,
+        may_retry: bool,
+    ) -> EngineFailed | None:
+        """Send the request to one engine. A failure before the client's first byte is returned, not raised."""
+        request, score = incoming.request, decision.ranked[0]
+        booking = self._ledger.book(view.engine, score.service_s)
+        answer: Answer | None = None
+        try:
+            answer = await self._upstream.send(view.registration.url, request.endpoint, incoming.headers, request.body)
+            self._ledger.first_byte(booking)
+            if may_retry and answer.status in RETRY_STATUSES:
+                return EngineFailed(f"answered with status {answer.status}")
+            headers = answer.headers()
+            if incoming.wants_explanation:
+                headers += explanation(decision)
+            if answer.content_type == "text/event-stream":
+                self._observe_first_byte(incoming, prepared, score)
+                usage = await self._relay_stream(answer, headers, sink)
+            else:
+                usage = await self._relay_whole(answer, headers, sink)
+            self._audit(request.model, score, usage, answer.status)
+        except EngineFailed as failure:
+            if failure.is_connection:
+                self._fleet.note_failure(view.engine)
+            return failure
+        finally:
+            if answer is not None:
+                answer.close()
+            self._ledger.release(booking)
+        return None
+
+    async def _relay_stream(self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink) -> Usage | None:
+        """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream."""
+        await sink.start(answer.status, headers)
+        tail = StreamTail()
+        try:
+            async for events in _whole_events(answer.pieces()):
+                tail.add(events)
+                await sink.write(events)
+        except EngineFailed as failure:
+            logger.warning("a stream broke after its first byte: %s", failure)
+            self._metrics.degraded.labels("stream_broken").inc()
+            await sink.write(broken_stream_event(f"the engine failed while it was answering: {failure}"))
+        await sink.finish()
+        return tail.usage()
+
+    async def _relay_whole(self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink) -> Usage | None:
+        """Read the whole answer first, so that an engine that dies while writing it can be replaced."""
+        body = await answer.read_whole()
+        await sink.start(answer.status, headers)
+        if body is not None:
+            await sink.write(body)
+            await sink.finish()
+            return read_usage(body)
+        try:
+            async for piece in answer.pieces():
+                await sink.write(piece)
+        except EngineFailed as failure:
+            logger.warning("a large answer broke off, the client's connection is cut: %s", failure)
+            return None
+        await sink.finish()
+        return None
+
+    def _observe_first_byte(self, incoming: Incoming, prepared: Prepared, score: Score) -> None:
+        usable = prepared.encoding.prompt_tokens
+        cache = "miss" if not score.matched_tokens else "hit" if score.matched_tokens * 2 >= usable else "partial"
+        self._metrics.ttft.labels(incoming.request.model, cache).observe(self._clock() - incoming.arrived_at)
+
+    def _audit(self, model: str, score: Score, usage: Usage | None, status: int) -> None:
+        if status != 200:
+            return
+        for tier, tokens in score.tier_tokens.items():
+            self._metrics.cached_tokens.labels(model, tier.label, "predicted").inc(tokens)
+        if usage is not None and usage.cached_tokens is not None:
+            self._metrics.cached_tokens.labels(model, "any", "reported").inc(usage.cached_tokens)
+            self._metrics.prediction_error.observe(abs(usage.cached_tokens - score.matched_tokens))
+
+    @contextmanager
+    def _stage(self, stage: str) -> Iterator[None]:
+        started_at = self._clock()
+        try:
+            yield
+        finally:
+            self._metrics.routing.labels(stage).observe(self._clock() - started_at)
+
+
+def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
+    """The headers that explain a decision to its client."""
+    score = decision.ranked[0]
+    tiers = ",".join(f"{tier.label}={tokens}" for tier, tokens in score.tier_tokens.items())
+    rows = {
+        "engine": score.engine,
+        "matched-tokens": str(score.matched_tokens),
+        "tier-tokens": tiers or "none",
+        "reason": decision.reason,
+        "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
+    }
+    return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
+
+
+async def _whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes, cut at ends of events; what follows the last end is given only when the stream ends well."""
+    held = b""
+    async for piece in pieces:
+        joined = held + piece if held else piece
+        end = len(joined) if len(joined) > EVENT_BYTES_MAX else _last_event_end(joined)
+        held = joined[end:]
+        if end:
+            yield joined[:end]
+    if held:
+        yield held
+
+
+def _last_event_end(piece: bytes) -> int:
+    """Where the last event in `piece` ends: after an empty line, with either kind of line end; 0 for nowhere."""
+    if piece.endswith(b"\n\n"):
+        return len(piece)
+    ends = [piece.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in piece]
+    return max(ends, default=0)

@@ -1,0 +1,211 @@
+"""Fleet: the hosts and engines a gateway knows, refreshed in the background; joins an engine with its host.
+
+The directory says who is in the fleet and whose placements to believe; health checks say who may serve. So an engine
+whose agent has died goes on serving, routed by load, and a dead engine is left at once whatever the directory says.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from directory.costs import Rates
+from directory.errors import DirectoryError
+from directory.interface import DirectoryReader
+from directory.members import POLL_INTERVAL_S, TERM_S, EngineRegistration, HostRegistration, Member
+from directory.placements import Reach
+from gateway.health import HealthCheck
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine as the router sees it. `reach` is empty where nothing it holds is believed."""
+
+    registration: EngineRegistration
+    agent_url: str
+    reach: Reach
+    rates: Rates | None
+    state: str = "starting"
+
+    @property
+    def engine(self) -> str:
+        """Its name."""
+        return self.registration.engine
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be sent requests."""
+        return self.state == "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTable:
+    """One consistent view of the fleet, replaced as a whole."""
+
+    engines: Mapping[str, EngineView]
+    hosts: Mapping[str, Member]
+
+    def serving(self, model: str) -> list[EngineView]:
+        """The ready engines that serve `model`."""
+        return [view for view in self.engines.values() if view.is_ready and model in view.registration.models]
+
+    def models(self) -> dict[str, EngineView]:
+        """Every model served by a ready engine, with one such engine."""
+        return {model: view for view in self.engines.values() if view.is_ready for model in view.registration.models}
+
+
+EMPTY_TABLE = FleetTable({}, {})
+
+
+class Fleet:
+    """Polls the directory's table and checks engines' health, until cancelled.
+
+    `table` may be stale by a poll. When the table can't be read, or more than half of it lapses at once, what was
+    believed stays believed for one more term, and `directory_state` says so.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryReader,
+        health: HealthCheck,
+        clock: Callable[[], float],
+        on_change: Callable[[FleetTable], None] = lambda table: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._directory, self._health, self._clock = directory, health, clock
+        self._on_change, self._sleep = on_change, sleep
+        self.table = EMPTY_TABLE
+        self.directory_state = "not read yet"
+        self.models_seen: set[str] = set()
+        self._believed: frozenset[bytes] = frozenset()
+        self._believed_until = float("-inf")
+
+    def is_directory_known(self) -> bool:
+        """Whether placements may be believed at all."""
+        return self._clock() < self._believed_until
+
+    def note_failure(self, engine: str) -> None:
+        """An engine refused or dropped a connection: it isn't chosen again until a health check passes."""
+        view = self.table.engines.get(engine)
+        if view is not None and view.is_ready:
+            self._health.distrust(engine)
+            self._publish({**self.table.engines, engine: replace(view, state="failing")}, self.table.hosts)
+
+    async def run(self) -> None:
+        """Refresh until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._poll_for_ever())
+            tasks.create_task(self._check_for_ever())
+
+    async def refresh(self) -> None:
+        """Read the table once and join it with what health checks know."""
+        sent_at = self._clock()
+        try:
+            members = await self._directory.members()
+        except DirectoryError as error:
+            if self.directory_state == "ok":
+                logger.warning("the directory's table can't be read, keeping the last: %s", error)
+            self.directory_state = f"unavailable: {error}"
+            return
+        self._believe(members, sent_at)
+        hosts = _newest({member.registration.host: member for member in _hosts(members)}, _hosts(members))
+        engines = {view.engine: view for view in self._views(members, hosts)}
+        for engine, view in self.table.engines.items():
+            if engine not in engines and view.state in ("ready", "starting"):
+                engines[engine] = replace(view, reach=_nothing(engine))  # forgotten by the directory, yet alive
+        self._publish(engines, hosts)
+
+    async def check_health(self) -> None:
+        """Check every engine once and note who may serve."""
+        states = await self._health.check([view.registration for view in self.table.engines.values()])
+        engines = {
+            engine: replace(view, state=states[engine]) if engine in states else view
+            for engine, view in self.table.engines.items()
+        }
+        self._publish(engines, self.table.hosts)
+
+    async def _poll_for_ever(self) -> None:
+        while True:
+            await self.refresh()
+            await self._sleep(POLL_INTERVAL_S)
+
+    async def _check_for_ever(self) -> None:
+        while True:
+            await self.check_health()
+            await self._sleep(self._health.interval_s)
+
+    def _believe(self, members: Sequence[Member], sent_at: float) -> None:
+        """Whose placements count. Half of the fleet lapsing in one poll is more likely the directory's fault."""
+        live = frozenset(member.incarnation for member in members if member.is_live)
+        lapsed = {member.incarnation for member in members if not member.retired} & (self._believed - live)
+        if len(lapsed) * 2 > len(self._believed):
+            if self.directory_state != "many lapsed":
+                self.directory_state = "many lapsed"
+                self._believed_until = sent_at + TERM_S
+                logger.warning("%d of %d registrations lapsed at once, believed for one more term",
+                               len(lapsed), len(self._believed))  # fmt: skip
+            if self._clock() < self._believed_until:
+                self._believed = live | self._believed & {member.incarnation for member in members}
+                return
+        self.directory_state = "ok"
+        self._believed, self._believed_until = live, sent_at + TERM_S
+
+    def _views(self, members: Sequence[Member], hosts: Mapping[str, Member]) -> list[EngineView]:
+        engines = [member for member in members if isinstance(member.registration, EngineRegistration)]
+        views = []
+        for name, member in _newest({}, engines).items():
+            registration = member.registration
+            assert isinstance(registration, EngineRegistration)
+            host = hosts.get(registration.host)
+            own = {each.incarnation for each in engines if each.registration.engine == name}  # type: ignore[union-attr]
+            host_lives = {each.incarnation for each in _hosts(members) if each.registration.host == registration.host}
+            before = self.table.engines.get(name)
+            is_same = before is not None and before.registration.url == registration.url
+            views.append(
+                EngineView(
+                    registration,
+                    host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
+                    Reach(name, frozenset(own) & self._believed, frozenset(host_lives) & self._believed),
+                    _join_rates(member, host),
+                    before.state if before is not None and is_same else "starting",
+                )
+            )
+        return views
+
+    def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
+        self.table = FleetTable(dict(engines), dict(hosts))
+        for view in engines.values():
+            self.models_seen.update(view.registration.models)
+        self._on_change(self.table)
+
+
+def _hosts(members: Sequence[Member]) -> list[Member]:
+    return [member for member in members if isinstance(member.registration, HostRegistration)]
+
+
+def _newest(newest: dict[str, Member], members: Sequence[Member]) -> dict[str, Member]:
+    """The row to believe of each name: one that is not retired, with the longest to live."""
+    for member in members:
+        registration = member.registration
+        name = registration.host if isinstance(registration, HostRegistration) else registration.engine
+        held = newest.get(name)
+        if held is None or (not member.retired, member.remaining_s) > (not held.retired, held.remaining_s):
+            newest[name] = member
+    return newest
+
+
+def _nothing(engine: str) -> Reach:
+    return Reach(engine, frozenset(), frozenset())
+
+
+def _join_rates(engine: Member, host: Member | None) -> Rates | None:
+    """The engine's computing rate with its host's tier rates; what the engine says of a tier comes first."""
+    own = engine.load.rates
+    if own is None:
+        return None
+    shared = host.load.rates if host is not None else None
+    if shared is None:
+        return own
+    return Rates(own.flops, {**shared.bytes_per_s, **own.bytes_per_s}, {**shared.fixed_s, **own.fixed_s})

@@ -1,0 +1,95 @@
+"""The gateway's metrics. Labels are bounded: a model that isn't served counts as `other`."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100)
+_STAGE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+_TOKEN_BUCKETS = (0, 1, 16, 64, 256, 512, 1024, 4096, 16384)
+
+
+class GatewayMetrics:
+    """Every counter of one gateway, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "warmroute_requests_total",
+            "Requests answered, by model, endpoint and status (499: the client went away).",
+            ["model", "endpoint", "status"],
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "warmroute_ttft_seconds",
+            "Seconds from a streamed request's arrival to its first byte, by what was expected of the cache.",
+            ["model", "cache"],
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.routing = Histogram(
+            "warmroute_routing_seconds",
+            "Seconds the gateway spent on a request before sending it on, by stage.",
+            ["stage"],
+            buckets=_STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "warmroute_decisions_total", "Routing decisions, by reason.", ["reason"], registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "warmroute_prompt_tokens_total", "Prompt tokens of encoded requests.", ["model"], registry=registry
+        )
+        self.cached_tokens = Counter(
+            "warmroute_cached_tokens_total",
+            "Prompt tokens served from a cache: predicted by tier, and as engines report them (tier `any`).",
+            ["model", "tier", "source"],
+            registry=registry,
+        )
+        self.prediction_error = Histogram(
+            "warmroute_prediction_error_tokens",
+            "Absolute difference between predicted and reported cached tokens of a request.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.degraded = Counter(
+            "warmroute_degraded_total",
+            "Requests routed with less than full knowledge, by what was missing.",
+            ["reason"],
+            registry=registry,
+        )
+        self.lookup = Histogram(
+            "warmroute_directory_lookup_seconds",
+            "Seconds a directory lookup took.",
+            buckets=_STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.directory_errors = Counter(
+            "warmroute_directory_errors_total", "Directory calls that failed.", ["op"], registry=registry
+        )
+        self.retries = Counter(
+            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
+        )
+
+
+class EngineGauges(Collector):
+    """Per-engine gauges read at scrape time; an engine's series go when it goes."""
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, int, float]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """See `prometheus_client`."""
+        inflight = GaugeMetricFamily(
+            "warmroute_inflight_requests", "Open requests on an engine, by this gateway's account.", labels=["engine"]
+        )
+        booked = GaugeMetricFamily(
+            "warmroute_booked_seconds", "Seconds of work booked ahead on an engine.", labels=["engine"]
+        )
+        for engine, running, wait_s in self._read():
+            inflight.add_metric([engine], running)
+            booked.add_metric([engine], wait_s)
+        yield inflight
+        yield booked

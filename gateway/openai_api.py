@@ -1,0 +1,206 @@
+"""The OpenAI-compatible door: a raw ASGI application that reads and bounds the body, hands over, and shapes errors."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from gateway.completion import Completion, Incoming
+from gateway.config import GatewayConfig
+from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, NotFound, RequestTimeout, error_body
+from gateway.fleet import Fleet
+from gateway.metrics import GatewayMetrics
+from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.upstream import Headers
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+CLIENT_GONE = 499
+REQUEST_ID_CHARS_MAX = 200
+JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+class AsgiSink:
+    """The client's end of an answer. Adds the request id; sends each piece at once."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send, self.request_id = send, request_id
+        self.status: int | None = None
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """See `Sink`."""
+        self.status = status
+        if not any(name.lower() == b"x-request-id" for name, _ in headers):
+            headers = [*headers, (b"x-request-id", self.request_id)]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, piece: bytes) -> None:
+        """See `Sink`."""
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def finish(self) -> None:
+        """See `Sink`."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class OpenAiApi:
+    """`/v1/chat/completions`, `/v1/completions`, `/v1/models`, and the probes."""
+
+    def __init__(
+        self,
+        completion: Completion,
+        fleet: Fleet,
+        metrics: GatewayMetrics,
+        config: GatewayConfig,
+        clock: Callable[[], float],
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._completion, self._fleet, self._metrics = completion, fleet, metrics
+        self._config, self._clock, self._is_draining = config, clock, is_draining
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return
+        headers: Headers = scope["headers"]
+        sink = AsgiSink(send, _request_id(headers))
+        path, method = scope["path"], scope["method"]
+        if path in (CHAT, COMPLETIONS) and method == "POST":
+            await self._infer(path, headers, receive, sink)
+        elif path == "/v1/models" and method in ("GET", "HEAD"):
+            await _answer(sink, 200, self._models())
+        elif path in ("/healthz", "/readyz"):
+            is_well = path == "/healthz" or is_ready(self._fleet, self._is_draining())
+            await _answer(sink, 200 if is_well else 503, orjson.dumps({"status": "ok" if is_well else "not ready"}))
+        else:
+            await _answer(sink, NotFound.status, NotFound(f"{method} {path} is not served here").body())
+
+    async def _infer(self, path: str, headers: Headers, receive: Receive, sink: AsgiSink) -> None:
+        """Serve and count: 499 where the client went away first."""
+        model, is_gone = await self._serve(path, headers, receive, sink)
+        status = CLIENT_GONE if is_gone else sink.status or 500
+        self._metrics.requests.labels(model if model in self._fleet.models_seen else "other", path, status).inc()
+
+    async def _serve(self, path: str, headers: Headers, receive: Receive, sink: AsgiSink) -> tuple[str, bool]:
+        """The model asked for, and whether the client went away."""
+        arrived_at, model = self._clock(), ""
+        try:
+            body = await self._read_body(headers, receive)
+            if body is None:
+                return model, True
+            request = parse_request(path, body)
+            model = request.model
+            incoming = Incoming(request, _with_request_id(headers, sink), arrived_at, _wants_explanation(headers))
+            if not await _unless_gone(self._completion.serve(incoming, sink), receive):
+                return model, True
+        except GatewayError as error:
+            await self._fail(sink, error.status, error.body())
+        except Exception:  # the edge of a request: the client gets an answer, the log gets the trace
+            logger.exception("a request failed for a reason that is a bug")
+            await self._fail(sink, 500, error_body("internal error", "internal_error", None, None))
+        return model, False
+
+    async def _fail(self, sink: AsgiSink, status: int, body: bytes) -> None:
+        if sink.status is None:
+            await _answer(sink, status, body)
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body, or `None` if the client went. The bound holds while reading, whatever the header says."""
+        limit = self._config.body_bytes_max
+        too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
+                raise too_large
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size > limit:
+                        raise too_large
+                    pieces.append(piece)
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise RequestTimeout(f"the body didn't arrive within {self._config.body_timeout_s:g} s") from None
+        if not size:
+            raise InvalidRequest("the body is empty; it must be a JSON object")
+        return b"".join(pieces)
+
+    def _models(self) -> bytes:
+        rows = [
+            {
+                "id": model,
+                "object": "model",
+                "created": 0,
+                "owned_by": "warmroute",
+                "root": view.registration.identity.model_id,
+                "parent": None,
+                "max_model_len": view.registration.context_tokens,
+            }
+            for model, view in sorted(self._fleet.table.models().items())
+        ]
+        return orjson.dumps({"object": "list", "data": rows})
+
+
+def is_ready(fleet: Fleet, is_draining: bool) -> bool:
+    """Whether this gateway may get traffic: it isn't going, and an engine is ready."""
+    return not is_draining and bool(fleet.table.models())
+
+
+async def _unless_gone(work: Any, receive: Receive) -> bool:
+    """Run `work` to its end, or cancel it when the client disconnects; whether it came to its end."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        await working
+        return True
+    finally:
+        for task in (working, watching):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(sink: AsgiSink, status: int, body: bytes) -> None:
+    await sink.start(status, [*JSON_HEADERS, (b"content-length", str(len(body)).encode())])
+    await sink.write(body)
+    await sink.finish()
+
+
+def _request_id(headers: Headers) -> bytes:
+    """The client's `x-request-id` if it is printable and short, else a new one."""
+    for name, value in headers:
+        is_usable = 0 < len(value) <= REQUEST_ID_CHARS_MAX and value.isascii() and value.decode("latin-1").isprintable()
+        if name == b"x-request-id" and is_usable:
+            return value
+    return b"req-" + secrets.token_hex(12).encode()
+
+
+def _with_request_id(headers: Headers, sink: AsgiSink) -> Headers:
+    kept = [(name, value) for name, value in headers if name != b"x-request-id"]
+    return [*kept, (b"x-request-id", sink.request_id)]
+
+
+def _wants_explanation(headers: Headers) -> bool:
+    return (b"x-warmroute-explain", b"1") in headers
