@@ -1,0 +1,1 @@
+"""The warmroute command: the local fleet, its demo, and the tools."""

@@ -1,4 +1,53 @@
-"""placeholder"""
+"""The `warmroute` command: subcommands only; each hands over at once, so that none pays for another's imports."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from warmroute import keys
 
 
-def main() -> None: ...
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["gateway"]:
+        from gateway.__main__ import main as gateway_main
+
+        return gateway_main(given[1:])
+    if given[:1] == ["agent"]:
+        from nodeagent.__main__ import main as agent_main
+
+        return agent_main(given[1:])
+    parser = argparse.ArgumentParser(
+        prog="warmroute", description="Routes each LLM request to the engine where its prefix is already warm."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(commands.add_parser("up", help="a whole fleet on this machine, with a real small model"))
+    commands.add_parser("gateway", help="one gateway (see warmroute gateway --help)")
+    commands.add_parser("agent", help="one node agent (see warmroute agent --help)")
+    keys.add_arguments(commands.add_parser("keys", help="the chunk keys of a prompt"))
+    options = parser.parse_args(given)
+    if options.command == "keys":
+        return keys.run(options)
+    from warmroute.up import run
+
+    return run(options)
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Start a directory server, hosts with an agent and a reference engine each, and a gateway."
+    parser.add_argument("--engines", type=int, default=2, metavar="N", help="hosts with an engine each (default 2)")
+    parser.add_argument("--port", type=int, default=8000, help="the gateway's port; its admin port is one above")
+    parser.add_argument("--redis", metavar="URL", help="an existing Redis or Valkey instead of the bundled one")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF file instead of the model package's")
+    parser.add_argument("--dram-gb", type=float, default=0.6, metavar="GB", help="each host's DRAM tier (default 0.6)")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the parts' logs here")
+    parser.add_argument("--no-cache", action="store_true", help="engines reuse nothing: for comparison")
+    parser.add_argument("--demo", action="store_true", help="play a short scripted conversation and show its hits")
+    parser.add_argument("--exit", action="store_true", help="end after the demo")
+    parser.add_argument("--json", action="store_true", help="the demo's results as JSON on stdout")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

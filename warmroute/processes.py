@@ -1,0 +1,140 @@
+"""Child processes of the local fleet: started, watched, restarted with a growing pause, ended in order.
+
+A child dies with its parent, even when that is killed: the kernel is asked for it (`PR_SET_PDEATHSIG`).
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_MIN_S, RESTART_PAUSE_MAX_S = 0.5, 30.0
+STEADY_S = 20.0
+"""A part that ran this long before it died is restarted after the shortest pause again."""
+STOP_TIMEOUT_S = 10.0
+CONFIGURATION_ERROR = 2
+LOG_TAIL_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+class PartFailed(Exception):
+    """A part can't run as it was told to; the message is what it said."""
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One child process: its name, how to start it, and where its output goes."""
+
+    name: str
+    arguments: Sequence[str]
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The running process, if there is one."""
+        return self.process.pid if self.process is not None and self.process.returncode is None else None
+
+    def last_words(self) -> str:
+        """The last line of its log."""
+        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            return lines[-1].strip() if lines else ""
+        return ""
+
+
+class Supervisor:
+    """Keeps parts running until it is closed; `say` gets a line for the user when one is restarted."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._parts: list[Part] = []
+        self._watchers: dict[Part, asyncio.Task[None]] = {}
+        self._is_closing = False
+
+    async def start(self, part: Part) -> None:
+        """Start a part and watch it from now on."""
+        await self._spawn(part)
+        self._parts.append(part)
+        self._watchers[part] = asyncio.create_task(self._watch(part), name=f"watch {part.name}")
+
+    def check(self) -> None:
+        """Raise `PartFailed` if a part gave up because of how it was started."""
+        for part in self._parts:
+            if part.process is not None and part.process.returncode == CONFIGURATION_ERROR:
+                raise PartFailed(part.last_words() or f"{part.name} refused to start")
+
+    async def close(self) -> None:
+        """End all parts, the last started first; what doesn't end in time is killed. Safe to call twice."""
+        self._is_closing = True
+        for part in reversed(self._parts):
+            watcher = self._watchers.pop(part, None)
+            if watcher is not None:
+                watcher.cancel()
+                await asyncio.wait({watcher})
+            await _end(part)
+
+    async def _spawn(self, part: Part) -> None:
+        with part.log_path.open("ab") as log:
+            part.process = await asyncio.create_subprocess_exec(
+                *part.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **part.environment},
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the parts in order
+                preexec_fn=_die_with_parent,
+            )
+
+    async def _watch(self, part: Part) -> None:
+        pause_s = RESTART_PAUSE_MIN_S
+        while True:
+            started_at = time.monotonic()
+            assert part.process is not None, "spawned"
+            code = await part.process.wait()
+            if code == CONFIGURATION_ERROR:
+                self._say(f"{part.name} can't run: {part.last_words()}")
+                return
+            if time.monotonic() - started_at > STEADY_S:
+                pause_s = RESTART_PAUSE_MIN_S
+            self._say(f"{part.name} ended ({_reason(code)}); starting it again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(RESTART_PAUSE_MAX_S, pause_s * 2)
+            part.restarts += 1
+            await self._spawn(part)
+
+
+async def _end(part: Part) -> None:
+    process = part.process
+    if process is None or process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        logger.warning("%s didn't end in %g s and is killed", part.name, STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the part: be told to end when the parent is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _reason(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,0 +1,72 @@
+"""`warmroute up`: runs the local fleet, and the demo if asked, until Ctrl-C."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+
+from warmroute.demo import DemoFailed, as_json, as_table, play
+from warmroute.local_fleet import MODEL, FleetError, FleetOptions, LocalFleet, local_fleet
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run until Ctrl-C or SIGTERM, or to the demo's end. Trouble is one sentence on stderr, and 2."""
+    try:
+        return asyncio.run(_run(options))
+    except (FleetError, DemoFailed) as error:
+        print(f"warmroute up: {error}", file=sys.stderr)
+        return 2
+
+
+async def _run(options: argparse.Namespace) -> int:
+    fleet_options = FleetOptions(
+        engines=options.engines,
+        port=options.port,
+        redis_url=options.redis,
+        model_path=options.model,
+        use_cache=not options.no_cache,
+        dram_gb=options.dram_gb,
+        logs=options.logs,
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    running = asyncio.create_task(_serve(fleet_options, options, stop))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        _say("stopping ...")
+        running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    stopping.cancel()
+    return 0
+
+
+async def _serve(fleet_options: FleetOptions, options: argparse.Namespace, stop: asyncio.Event) -> None:
+    async with local_fleet(fleet_options, _say) as fleet:
+        if options.demo:
+            rows = await play(fleet, _say)
+            print(as_json(rows) if options.json else "\n" + as_table(rows), flush=True)
+        if options.exit:
+            return
+        print(_how_to_send(fleet), flush=True)
+        await stop.wait()
+
+
+def _how_to_send(fleet: LocalFleet) -> str:
+    question = '[{"role":"user","content":"What is the capital of France?"}]'
+    body = f'{{"model":"{MODEL}","messages":{question},"max_tokens":32}}'
+    return f"""
+The fleet is running. Send it a request:
+
+  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -H 'x-warmroute-explain: 1' -i \\
+    -d '{body}'
+
+The fleet at a glance: {fleet.admin_url}/fleet    metrics: {fleet.admin_url}/metrics    Ctrl-C ends it all."""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
