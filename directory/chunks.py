@@ -32,7 +32,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 def chunk_keys(root: bytes, tokens: TokenBytes, chunk_tokens: int = CHUNK_TOKENS_DEFAULT) -> list[bytes]:
     """The 32-byte keys of the full chunks of `tokens` (little-endian u32), chained from `root` (32 bytes)."""
-    view = memoryview(tokens)
+    view = memoryview(tokens).cast("B")
     assert view.nbytes % TOKEN_BYTES == 0, "token bytes must be whole u32s"
     step = chunk_tokens * TOKEN_BYTES
     keys: list[bytes] = []

@@ -102,10 +102,13 @@ def derive_salt(secret: bytes, client_salt: str = "") -> str:
     """The salt a gateway sends to engines for a tenant; no client salt is the empty string.
 
     base64url without padding of HMAC-sha256(secret, "warmroute salt v1" || u32le(len) || client salt). Raises
-    `IdentityRefused` for a secret under 32 bytes.
+    `IdentityRefused` for a secret under 32 bytes or a client salt that isn't valid Unicode.
     """
     if len(secret) < SECRET_BYTES_MIN:
         raise IdentityRefused(f"a tenant secret must have at least {SECRET_BYTES_MIN} random bytes")
-    value = client_salt.encode()
+    try:
+        value = client_salt.encode()
+    except UnicodeEncodeError:
+        raise IdentityRefused("a client's salt must be valid Unicode") from None
     message = _SALT_LABEL + len(value).to_bytes(4, "little") + value
     return base64.urlsafe_b64encode(hmac.digest(secret, message, "sha256")).rstrip(b"=").decode()

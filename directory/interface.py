@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from directory.members import TERM_S, Load, Member, Registration, Renewal
+from directory.placements import partition_of
 
 BATCH_PLACEMENTS_MAX = 64
 KNOWN_FRESH_S = 2.0
@@ -34,7 +35,8 @@ class Batch:
     `states` are (directory key, tier mask) pairs, at most `BATCH_PLACEMENTS_MAX`; a mask of zero removes. `known`:
     every incarnation that is live or was retired or lapsed within ten minutes; holders of others are pruned from the
     records touched (`None`: don't prune). `replaces`: the life that a walk leaves behind; its entries go from the same
-    records. `ttl_s`: the records' expiry is raised to this, never lowered.
+    records. `ttl_s`: the records' expiry is raised to this, never lowered. `acknowledged`: the last number that this
+    partition acknowledged to this incarnation, by which the server itself notices that it lost writes.
     """
 
     incarnation: bytes
@@ -44,13 +46,18 @@ class Batch:
     ttl_s: float
     known: frozenset[bytes] | None = None
     replaces: bytes | None = None
+    acknowledged: int = LOST
+
+    def __post_init__(self) -> None:
+        assert len(self.states) <= BATCH_PLACEMENTS_MAX, "a batch is bounded"
+        assert all(partition_of(key) == self.partition for key, _ in self.states), "a batch is for one partition"
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Records of the keys asked for, in order. `b""`: held by nobody; `None`: unknown, its partition didn't answer.
 
-    Where a long prompt is asked in steps, positions after the first key that nobody holds are `b""`.
+    Where a long prompt is asked in steps, later steps than the first key that nobody holds aren't asked: `b""`.
     """
 
     records: tuple[bytes | None, ...]
@@ -100,7 +107,10 @@ class DirectoryWriter(Protocol):
         """Apply a batch, unless its attempt isn't higher than the last one held; return the number held before.
 
         A return below the last number that was acknowledged means that this partition lost writes: walk it.
-        `LOST` means that it holds none. Raises `DirectoryFull` when the server is out of memory.
+        `LOST` means that it holds none, or that it lost writes since: a loss is remembered for the incarnation's
+        life, because the attempt that met it may be one whose answer never arrived. (Interleaving: 7 is
+        acknowledged, the server is flushed, 8 is applied and its answer lost; 9 would be told "8".) Raises
+        `DirectoryFull` when the server is out of memory.
         """
         ...
 

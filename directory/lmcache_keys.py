@@ -27,7 +27,7 @@ class LmcacheScheme:
     ) -> list[bytes]:
         """See `KeyScheme`; pages play no part."""
         swapped = array("I")
-        swapped.frombytes(tokens)
+        swapped.frombytes(memoryview(tokens).cast("B"))
         swapped.byteswap()
         data, step = memoryview(swapped.tobytes()), chunk_tokens * TOKEN_BYTES
         previous, digests = _FIRST_PREFIX, []

@@ -5,6 +5,7 @@ what an earlier life announced can't be mistaken for the present one's.
 """
 
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -123,14 +124,12 @@ def decode_registration(data: bytes) -> Registration:
         row: dict[str, Any] = json.loads(data)
         role = row.pop("role")
         if role == "host":
+            _require_text(row, "host", "agent_url")
             return HostRegistration(**_known_fields(HostRegistration, row))
         if role != "engine":
             raise UnreadableMember(f"unknown role {role!r}")
-        row["identity"] = Identity(**_known_fields(Identity, row["identity"]))
-        row["shape"] = ModelShape(**_known_fields(ModelShape, row["shape"]))
-        row["models"] = tuple(row["models"])
-        return EngineRegistration(**_known_fields(EngineRegistration, row))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return _decode_engine(row)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise UnreadableMember(f"a registration can't be read: {error!r}") from error
 
 
@@ -159,19 +158,54 @@ def decode_load(data: bytes) -> Load:
         row = json.loads(data)
         rates = row.get("rates")
         return Load(
-            rates=rates and Rates(rates["flops"], _tiers(rates["bytes_per_s"]), _tiers(rates["fixed_s"])),
+            rates=rates and _decode_rates(rates),
             tier_bytes_used=_tiers(row["used"]),
             tier_bytes_limit=_tiers(row["limit"]),
-            running=row["running"],
-            waiting=row["waiting"],
+            running=_number(row["running"]),
+            waiting=_number(row["waiting"]),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise UnreadableMember(f"a load report can't be read: {error!r}") from error
+
+
+def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
+    _require_text(row, "engine", "host", "url")
+    row["identity"] = Identity(**_known_fields(Identity, row["identity"]))
+    row["shape"] = ModelShape(
+        **{name: _number(value, above=0) for name, value in _known_fields(ModelShape, row["shape"]).items()}
+    )
+    if not isinstance(row["models"], list) or not all(isinstance(model, str) for model in row["models"]):
+        raise TypeError("models must be a list of texts")
+    row["models"] = tuple(row["models"])
+    row["tokenizer_files"] = dict(row.get("tokenizer_files", {}))
+    _require_text(row["tokenizer_files"], *row["tokenizer_files"])
+    _number(row["chunk_tokens"], above=0)
+    _number(row["context_tokens"], above=0)
+    return EngineRegistration(**_known_fields(EngineRegistration, row))
+
+
+def _decode_rates(row: Mapping[str, Any]) -> Rates:
+    return Rates(_number(row["flops"], above=0), _tiers(row["bytes_per_s"], above=0), _tiers(row["fixed_s"]))
+
+
+def _require_text(row: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(row[name], str):
+            raise TypeError(f"{name} must be a text, not {row[name]!r}")
+
+
+def _number(value: Any, above: float | None = None) -> Any:
+    """`value`, if it is a finite number of at least zero (or above `above`): routing divides by what others report."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"not a number: {value!r}")
+    if value < 0 or (above is not None and value <= above):
+        raise ValueError(f"out of range: {value!r}")
+    return value
 
 
 def _known_fields(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in kind.__dataclass_fields__}
 
 
-def _tiers(row: Mapping[str, Any]) -> dict[Tier, Any]:
-    return {Tier(int(bit)): value for bit, value in row.items()}
+def _tiers(row: Mapping[str, Any], above: float | None = None) -> dict[Tier, Any]:
+    return {Tier(int(bit)): _number(value, above) for bit, value in row.items()}

@@ -1,7 +1,7 @@
 """MemoryDirectory: the directory's rules in plain Python. Reference, test double, and the replay's directory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from directory.errors import RegistrationRefused
 from directory.interface import LOST, Batch, Lookup
@@ -30,6 +30,17 @@ class _Record:
     expires_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    number: int
+    expires_at: float
+    lost_writes: bool = False
+
+    @property
+    def answer(self) -> int:
+        return LOST if self.lost_writes else self.number
+
+
 class MemoryDirectory:
     """Implements `DirectoryReader` and `DirectoryWriter`. `clock` gives seconds that never go backwards."""
 
@@ -37,7 +48,7 @@ class MemoryDirectory:
         self._clock = clock
         self._rows: dict[bytes, _Row] = {}
         self._records: dict[bytes, _Record] = {}
-        self._attempts: dict[tuple[int, bytes], int] = {}
+        self._attempts: dict[tuple[int, bytes], _Attempt] = {}
 
     async def lookup(self, keys: Sequence[bytes], deadline_s: float) -> Lookup:
         """See `DirectoryReader`."""
@@ -84,13 +95,16 @@ class MemoryDirectory:
         """See `DirectoryWriter`."""
         now = self._clock()
         place = (batch.partition, batch.incarnation)
-        held = self._attempts.get(place, LOST)
-        if batch.attempt <= held:
-            return held
+        held = self._attempts.get(place)
+        if held is None or held.expires_at <= now:
+            held = _Attempt(LOST, now)
+        if batch.attempt <= held.number:
+            return held.answer
         for key, mask in batch.states:
             self._write(key, mask, batch, now)
-        self._attempts[place] = batch.attempt
-        return held
+        held = replace(held, lost_writes=held.lost_writes or held.number < batch.acknowledged)
+        self._attempts[place] = _Attempt(batch.attempt, max(held.expires_at, now + batch.ttl_s), held.lost_writes)
+        return held.answer
 
     async def withdraw(self, batch: Batch) -> int:
         """See `DirectoryWriter`."""

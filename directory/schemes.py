@@ -74,11 +74,11 @@ class SglangScheme:
         page_tokens: int | None,
     ) -> list[bytes]:
         """See `KeyScheme`. Raises `IdentityRefused` where the page doesn't divide the chunk."""
-        page = page_tokens or chunk_tokens
+        page = chunk_tokens if page_tokens is None else page_tokens
         if page < 1 or chunk_tokens % page:
             raise IdentityRefused(f"page_tokens must divide the chunk of {chunk_tokens} tokens, not be {page}")
-        view, step = memoryview(tokens), page * TOKEN_BYTES
-        pages_per_chunk, full = chunk_tokens // page, len(tokens) // (chunk_tokens * TOKEN_BYTES)
+        view, step = memoryview(tokens).cast("B"), page * TOKEN_BYTES
+        pages_per_chunk, full = chunk_tokens // page, view.nbytes // (chunk_tokens * TOKEN_BYTES)
         previous = sglang_seed(None, scope.salt) if scope.salt is not None else b""
         digests: list[bytes] = []
         for index in range(full * pages_per_chunk):

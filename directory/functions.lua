@@ -1,0 +1,204 @@
+#!lua name=warmroute_v1
+-- The directory's rules, atomically. README.md beside this file has the schema; memory.py has the rules in Python.
+
+local INCARNATION_BYTES = 8
+local HOLDER_BYTES = 9
+local LOST = -1
+local SWEEP_INTERVAL_MS = 60000
+
+-- Placements ---------------------------------------------------------------------------------------------------------
+
+-- Expiry is only ever raised: two writers share a record, and the longer promise holds.
+local function set_and_raise_expiry(key, value, existed, ttl_ms)
+  local left_ms = existed and redis.call('PTTL', key) or 0
+  redis.call('SET', key, value, 'PX', string.format('%.0f', math.max(left_ms, ttl_ms)))
+end
+
+-- The holders in `record` that stay: not those of the writer, not of the life it leaves behind, not unknown ones.
+local function kept_holders(record, batch)
+  local kept = {}
+  for start = 1, #record - HOLDER_BYTES + 1, HOLDER_BYTES do
+    local holder = string.sub(record, start, start + INCARNATION_BYTES - 1)
+    local gone = holder == batch.incarnation or holder == batch.replaces
+    if not gone and (batch.known == nil or batch.known[holder]) then
+      kept[#kept + 1] = string.sub(record, start, start + HOLDER_BYTES - 1)
+    end
+  end
+  return kept
+end
+
+local function write(key, mask, batch)
+  local record = redis.call('GET', key)
+  local kept = record and kept_holders(record, batch) or {}
+  if mask ~= '\0' then
+    kept[#kept + 1] = batch.incarnation .. mask
+  end
+  if #kept > 0 then
+    set_and_raise_expiry(key, table.concat(kept), record, batch.ttl_ms)
+  elseif record then
+    redis.call('DEL', key)
+  end
+end
+
+-- nil where nothing is to be pruned, else the set of incarnations that may stay.
+local function known_set(prune, packed)
+  if prune ~= '1' then
+    return nil
+  end
+  local known = {}
+  for start = 1, #packed, INCARNATION_BYTES do
+    known[string.sub(packed, start, start + INCARNATION_BYTES - 1)] = true
+  end
+  return known
+end
+
+-- keys: the attempts key, then one record a state.
+-- args: incarnation, attempt, ttl in ms, one mask byte a state, the life left behind or '', prune '0' or '1', the
+-- known incarnations joined, the last attempt that was acknowledged.
+-- Returns the attempt held before; -1 for none, or where this partition has lost writes of this incarnation: the loss
+-- is remembered ('!' before the number), as the attempt that met it may be one whose answer never arrived.
+local function place(keys, args)
+  local attempt, ttl_ms = tonumber(args[2]), tonumber(args[3])
+  local before = redis.call('GET', keys[1])
+  local mark, number = string.match(before or '', '^(!?)(%d+)$')
+  local held = tonumber(number or LOST)
+  if attempt <= held then
+    return mark == '!' and LOST or held
+  end
+  local batch = {
+    incarnation = args[1],
+    ttl_ms = ttl_ms,
+    replaces = args[5],
+    known = known_set(args[6], args[7]),
+  }
+  for index = 2, #keys do
+    write(keys[index], string.sub(args[4], index - 1, index - 1), batch)
+  end
+  local lost_writes = mark == '!' or held < tonumber(args[8])
+  set_and_raise_expiry(keys[1], (lost_writes and '!' or '') .. args[2], before, ttl_ms)
+  return lost_writes and LOST or held
+end
+
+-- The fleet's table --------------------------------------------------------------------------------------------------
+-- One hash; each incarnation has three fields: 'r' its registration, 'l' its load, 't' its times as
+-- 'expires_ms:retired_ms' by the server's clock (retired 0 while it isn't). 'swept': when old rows were last dropped.
+
+local function now_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+local function pack_times(expires_ms, retired_ms)
+  return string.format('%.0f:%.0f', expires_ms, retired_ms)
+end
+
+-- expires_ms and retired_ms of a row; nothing where there is no row, or one that ended too long ago to be remembered.
+local function times_of(packed, now, remembered_ms)
+  local expires, retired = string.match(packed or '', '^(%d+):(%d+)$')
+  if not expires then
+    return nil
+  end
+  local expires_ms, retired_ms = tonumber(expires), tonumber(retired)
+  local ended_ms = retired_ms > 0 and retired_ms or expires_ms
+  if now - ended_ms > remembered_ms then
+    return nil
+  end
+  return expires_ms, retired_ms
+end
+
+local function drop_old_rows(table_key, now, remembered_ms)
+  local swept_ms = tonumber(redis.call('HGET', table_key, 'swept') or '0')
+  if now - swept_ms < SWEEP_INTERVAL_MS then
+    return
+  end
+  for _, field in ipairs(redis.call('HKEYS', table_key)) do
+    if #field == INCARNATION_BYTES + 1 and string.sub(field, 1, 1) == 't' then
+      if not times_of(redis.call('HGET', table_key, field), now, remembered_ms) then
+        local incarnation = string.sub(field, 2)
+        redis.call('HDEL', table_key, field, 'r' .. incarnation, 'l' .. incarnation)
+      end
+    end
+  end
+  redis.call('HSET', table_key, 'swept', string.format('%.0f', now))
+end
+
+-- keys: the table, the versions. args: incarnation, registration, load, term in ms, how long rows are remembered in
+-- ms, the schema's version. Returns 1, or 0 where the incarnation is taken.
+local function register(keys, args)
+  local now, remembered_ms = now_ms(), tonumber(args[5])
+  drop_old_rows(keys[1], now, remembered_ms)
+  if times_of(redis.call('HGET', keys[1], 't' .. args[1]), now, remembered_ms) then
+    return 0
+  end
+  local times = pack_times(now + tonumber(args[4]), 0)
+  redis.call('HSET', keys[1], 'r' .. args[1], args[2], 'l' .. args[1], args[3], 't' .. args[1], times)
+  redis.call('HSET', keys[2], args[6], string.format('%.0f', now))
+  return 1
+end
+
+-- keys: the table. args: incarnation, load, term in ms, how long rows are remembered in ms.
+-- Returns {1, ms since it lapsed or 0}, or {0, 0} where it is unknown or retired.
+local function renew(keys, args)
+  local now, remembered_ms = now_ms(), tonumber(args[4])
+  drop_old_rows(keys[1], now, remembered_ms)
+  local expires_ms, retired_ms = times_of(redis.call('HGET', keys[1], 't' .. args[1]), now, remembered_ms)
+  if not expires_ms or retired_ms > 0 then
+    return {0, 0}
+  end
+  local times = pack_times(now + tonumber(args[3]), 0)
+  redis.call('HSET', keys[1], 'l' .. args[1], args[2], 't' .. args[1], times)
+  return {1, math.max(0, now - expires_ms)}
+end
+
+-- keys: the table. args: incarnation, how long rows are remembered in ms. Returns 1, or 0 where there was nothing live.
+local function retire(keys, args)
+  local now = now_ms()
+  local expires_ms, retired_ms = times_of(redis.call('HGET', keys[1], 't' .. args[1]), now, tonumber(args[2]))
+  if not expires_ms or retired_ms > 0 then
+    return 0
+  end
+  redis.call('HSET', keys[1], 't' .. args[1], pack_times(expires_ms, now))
+  return 1
+end
+
+-- The version that registered somebody after this one last did, or ''.
+local function newer_version(versions_key, version)
+  local flat, latest_ms, latest = redis.call('HGETALL', versions_key), 0, version
+  for index = 1, #flat, 2 do
+    local registered_ms = tonumber(flat[index + 1]) or 0
+    if registered_ms > latest_ms or (registered_ms == latest_ms and flat[index] == version) then
+      latest_ms, latest = registered_ms, flat[index]
+    end
+  end
+  return latest == version and '' or latest
+end
+
+-- keys: the table, the versions. args: how long rows are remembered in ms, the schema's version.
+-- Returns {another version, rows}: the version only where the table is empty and that one registered somebody later;
+-- a row is {incarnation, registration, load, ms left (negative: lapsed), retired 0 or 1}.
+local function members(keys, args)
+  local now, fields, rows = now_ms(), {}, {}
+  local flat = redis.call('HGETALL', keys[1])
+  for index = 1, #flat, 2 do
+    fields[flat[index]] = flat[index + 1]
+  end
+  for field, packed in pairs(fields) do
+    if #field == INCARNATION_BYTES + 1 and string.sub(field, 1, 1) == 't' then
+      local expires_ms, retired_ms = times_of(packed, now, tonumber(args[1]))
+      if expires_ms then
+        local incarnation = string.sub(field, 2)
+        local registration, load = fields['r' .. incarnation] or '', fields['l' .. incarnation] or ''
+        rows[#rows + 1] = {incarnation, registration, load, expires_ms - now, retired_ms > 0 and 1 or 0}
+      end
+    end
+  end
+  return {#rows == 0 and newer_version(keys[2], args[2]) or '', rows}
+end
+
+-- What must work when the server is out of memory is marked allow-oom: only new placements are refused then.
+redis.register_function{function_name = 'wr_v1_place', callback = place}
+redis.register_function{function_name = 'wr_v1_withdraw', callback = place, flags = {'allow-oom'}}
+redis.register_function{function_name = 'wr_v1_register', callback = register, flags = {'allow-oom'}}
+redis.register_function{function_name = 'wr_v1_renew', callback = renew, flags = {'allow-oom'}}
+redis.register_function{function_name = 'wr_v1_retire', callback = retire, flags = {'allow-oom'}}
+redis.register_function{function_name = 'wr_v1_members', callback = members, flags = {'no-writes', 'allow-oom'}}

@@ -1,0 +1,66 @@
+"""Members, keys and batches that the directory's tests share."""
+
+import hashlib
+
+from directory.costs import ModelShape, Rates
+from directory.identity import Identity
+from directory.interface import LOST, Batch
+from directory.members import EngineRegistration, HostRegistration, Load
+from directory.placements import partition_of, unpack_holders
+from directory.tiers import Tier
+
+HOST = HostRegistration("host-a", "http://10.0.0.1:9100")
+IDENTITY = Identity("meta-llama/Llama-3.1-8B-Instruct", "a" * 64, "b" * 64, "bf16", "vllm-nhd-v1", 2)
+ENGINE = EngineRegistration(
+    engine="engine-a",
+    host="host-a",
+    url="http://10.0.0.1:8000",
+    models=("llama", "llama-lora"),
+    identity=IDENTITY,
+    shape=ModelShape(8e9, 32, 4096, 131072),
+    chunk_tokens=256,
+    context_tokens=131072,
+    key_scheme="sglang",
+    page_tokens=64,
+    tokenizer_files={"tokenizer.json": "c" * 64},
+)
+LOAD = Load(
+    rates=Rates(4e14, {Tier.DRAM: 2e10, Tier.NVME: 7e9}, {Tier.NVME: 0.002}),
+    tier_bytes_used={Tier.GPU: 1, Tier.DRAM: 2},
+    tier_bytes_limit={Tier.GPU: 10, Tier.DRAM: 20},
+    running=3,
+    waiting=1,
+)
+TTL_S = 3600.0
+
+
+def key(number: int, partition: int = 0) -> bytes:
+    """A directory key of that partition."""
+    digest = hashlib.sha256(number.to_bytes(8, "big")).digest()[:16]
+    return bytes([partition << 4 | digest[0] & 15]) + digest[1:]
+
+
+def incarnation(number: int) -> bytes:
+    return hashlib.sha256(b"incarnation" + number.to_bytes(8, "big")).digest()[:8]
+
+
+def batch(
+    writer: bytes,
+    attempt: int,
+    states: dict[bytes, int],
+    known: frozenset[bytes] | None = None,
+    replaces: bytes | None = None,
+    ttl_s: float = TTL_S,
+    acknowledged: int = LOST,
+) -> Batch:
+    """A batch for the partition of its keys (the first partition where it has none)."""
+    partition = partition_of(next(iter(states))) if states else 0
+    return Batch(writer, partition, attempt, tuple(states.items()), ttl_s, known, replaces, acknowledged)
+
+
+def holders(record: bytes | None) -> dict[bytes, int]:
+    """A record as {incarnation: mask}; fails where an incarnation stands in it twice."""
+    assert record is not None
+    pairs = unpack_holders(record)
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)

@@ -1,0 +1,186 @@
+"""What stands in the fleet's table: written, read back, and refused where it can't be right."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from directory.costs import ModelShape, Rates
+from directory.errors import IdentityRefused
+from directory.identity import Identity
+from directory.members import (
+    INCARNATION_BYTES,
+    EngineRegistration,
+    HostRegistration,
+    Load,
+    Member,
+    Registration,
+    UnreadableMember,
+    decode_load,
+    decode_registration,
+    draw_incarnation,
+    encode_load,
+    encode_registration,
+)
+from directory.tiers import Tier
+from tests.directory.fleet_samples import ENGINE, HOST, LOAD, incarnation
+
+TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
+PLAIN = st.text("abcxyz-./é", min_size=1, max_size=12)
+AMOUNTS = st.integers(0, 2**62)
+SPEEDS = st.floats(1e-3, 1e18)
+PAGED_CHUNKS = st.integers(1, 64).flatmap(lambda page: st.tuples(st.just(page), st.integers(1, 64).map(page.__mul__)))
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> EngineRegistration:
+    page_tokens, chunk_tokens = draw(PAGED_CHUNKS)
+    return EngineRegistration(
+        engine=draw(TEXT),
+        host=draw(TEXT),
+        url=draw(TEXT),
+        models=tuple(draw(st.lists(TEXT, max_size=3))),
+        identity=draw(st.builds(Identity, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, st.integers(1, 8))),
+        shape=draw(
+            st.builds(ModelShape, st.floats(1, 1e13), st.integers(1, 200), st.integers(1, 9999), st.integers(1, 2**40))
+        ),
+        chunk_tokens=chunk_tokens,
+        context_tokens=draw(st.integers(1, 2**24)),
+        key_scheme=draw(st.sampled_from(("warmroute", "sglang", "lmcache-mp"))),
+        page_tokens=draw(st.sampled_from((None, page_tokens))),
+        tokenizer_files=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+    )
+
+
+TIERS = st.sampled_from(list(Tier))
+LOADS = st.builds(
+    Load,
+    st.none() | st.builds(Rates, SPEEDS, st.dictionaries(TIERS, SPEEDS), st.dictionaries(TIERS, st.floats(0, 10))),
+    st.dictionaries(TIERS, AMOUNTS),
+    st.dictionaries(TIERS, AMOUNTS),
+    st.integers(0, 10_000),
+    st.integers(0, 10_000),
+)
+
+
+@given(registration=engines() | st.builds(HostRegistration, TEXT, TEXT))
+def test_a_registration_is_read_as_it_was_written(registration: Registration) -> None:
+    assert decode_registration(encode_registration(registration)) == registration
+
+
+@given(load=LOADS)
+def test_a_load_is_read_as_it_was_written(load: Load) -> None:
+    assert decode_load(encode_load(load)) == load
+
+
+@pytest.mark.parametrize("registration", [HOST, ENGINE], ids=["host", "engine"])
+def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> None:
+    row = json.loads(encode_registration(registration)) | {"colour": "blue"}
+    if "identity" in row:
+        row["identity"]["epoch"] = 7
+        row["shape"]["experts"] = 8
+    assert decode_registration(json.dumps(row).encode()) == registration
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"role": "ghost"},
+        {"role": None},
+        {"engine": None},
+        {"url": 7},
+        {"models": "llama"},
+        {"models": [1]},
+        {"identity": None},
+        {"identity": {"model_id": "a|b"}},
+        {"shape": {}},
+        {"shape": {"parameters": 0, "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
+        {"shape": {"parameters": "8e9", "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
+        {"chunk_tokens": 0},
+        {"chunk_tokens": "256"},
+        {"context_tokens": -1},
+        {"key_scheme": "sha1"},
+        {"page_tokens": 100},
+        {"tokenizer_files": {"tokenizer.json": 7}},
+    ],
+    ids=lambda change: json.dumps(change)[:40],
+)
+def test_an_engine_that_cannot_be_right_is_unreadable(change: dict[str, object]) -> None:
+    row = json.loads(encode_registration(ENGINE)) | change
+    with pytest.raises(UnreadableMember):
+        decode_registration(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize("field", ["role", "engine", "url", "models", "identity", "shape", "chunk_tokens"])
+def test_an_engine_without_a_field_it_needs_is_unreadable(field: str) -> None:
+    row = json.loads(encode_registration(ENGINE))
+    del row[field]
+    with pytest.raises(UnreadableMember):
+        decode_registration(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"flops": 0},
+        {"flops": -1},
+        {"flops": "fast"},
+        {"flops": True},
+        {"flops": float("nan")},
+        {"flops": 10**400},
+        {"bytes_per_s": {"2": 0}},
+        {"bytes_per_s": {"dram": 1}},
+        {"fixed_s": {"2": -1}},
+        {"fixed_s": None},
+    ],
+    ids=str,
+)
+def test_a_rate_that_routing_could_not_divide_by_is_unreadable(rates: dict[str, object]) -> None:
+    row = json.loads(encode_load(LOAD))
+    row["rates"] |= rates
+    with pytest.raises(UnreadableMember):
+        decode_load(json.dumps(row).encode())
+
+
+@given(data=st.binary(max_size=60))
+def test_any_bytes_are_read_or_unreadable_and_nothing_else(data: bytes) -> None:
+    for decode in (decode_registration, decode_load):
+        with suppress(UnreadableMember):
+            decode(data)  # type: ignore[operator]
+
+
+@given(data=st.recursive(st.none() | st.booleans() | st.floats() | TEXT, lambda deeper: st.lists(deeper, max_size=3)))
+def test_any_json_in_place_of_a_field_is_read_or_unreadable(data: object) -> None:
+    for field in json.loads(encode_registration(ENGINE)):
+        row = json.loads(encode_registration(ENGINE)) | {field: data}
+        with suppress(UnreadableMember):
+            decode_registration(json.dumps(row).encode())
+
+
+def test_no_report_is_an_empty_load() -> None:
+    assert decode_load(b"") == Load()
+
+
+def test_incarnations_are_drawn_at_random() -> None:
+    drawn = {draw_incarnation() for _ in range(1000)}
+    assert len(drawn) == 1000
+    assert {len(each) for each in drawn} == {INCARNATION_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "retired", "live"),
+    [(1.0, False, True), (0.0, False, False), (-1.0, False, False), (1.0, True, False)],
+)
+def test_a_life_is_live_within_its_term_and_before_it_is_retired(remaining_s: float, retired: bool, live: bool) -> None:
+    assert Member(incarnation(1), HOST, LOAD, remaining_s, retired).is_live is live
+
+
+@pytest.mark.parametrize(
+    "change", [{"key_scheme": "sha1"}, {"chunk_tokens": 0}, {"page_tokens": 0}, {"page_tokens": 100}], ids=str
+)
+def test_an_engine_whose_keys_could_not_be_built_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(IdentityRefused):
+        replace(ENGINE, **change)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""The schema's document says what the code does, byte for byte."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import redis
+
+from directory import redis_schema as schema
+from directory.members import encode_load, encode_registration
+from directory.placements import pack_holders
+from directory.redis_directory import RedisDirectory
+from tests.directory.conftest import RedisStand
+from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch
+
+README = Path(schema.__file__).with_name("README.md").read_text()
+GOLDEN = {
+    name.strip(): value.strip()
+    for block in re.findall(r"```golden\n(.*?)```", README, re.DOTALL)
+    for name, value in (line.split("  ", 1) for line in block.splitlines())
+}
+INCARNATION = bytes.fromhex("0123456789abcdef")
+LEFT_BEHIND = bytes.fromhex("fedcba9876543210")
+KEY = bytes.fromhex("515c19d99bf5e7aaa37092b7c4314dde")
+ATTEMPT = 7
+
+
+def golden_bytes(name: str) -> bytes:
+    return bytes.fromhex(GOLDEN[name])
+
+
+def test_the_golden_keys_and_values_are_the_codes() -> None:
+    assert schema.record_key(KEY) == golden_bytes("record key")
+    assert schema.attempts_key(5, INCARNATION) == golden_bytes("attempts key")
+    assert pack_holders([(INCARNATION, 5)]) == golden_bytes("record")
+
+
+def test_the_golden_json_is_the_codes() -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    engine, host, load = (json.loads(line) for line in block.splitlines())
+    assert engine == json.loads(encode_registration(ENGINE))
+    assert host == json.loads(encode_registration(HOST))
+    assert load == json.loads(encode_load(LOAD))
+
+
+def test_the_table_of_tags_is_the_codes() -> None:
+    tags = {int(partition): tag for partition, tag in re.findall(r"\| (\d+) \| (\d+) (?=\|)", README)}
+    assert tags == dict(enumerate(schema.PARTITION_TAGS))
+
+
+async def test_the_golden_bytes_are_what_the_server_holds(redis_stand: RedisStand, raw: "redis.Redis") -> None:
+    await redis_stand.directory.place(batch(INCARNATION, ATTEMPT, {KEY: 5}))
+    assert raw.get(golden_bytes("record key")) == golden_bytes("record")
+    assert raw.get(golden_bytes("attempts key")) == golden_bytes("attempts")
+
+
+async def test_the_golden_call_does_what_the_code_does(redis_stand: RedisStand, raw: "redis.Redis") -> None:
+    await redis_stand.directory.place(batch(LEFT_BEHIND, 0, {KEY: 2}))
+    raw.function_load(schema.functions_source(), replace=True)
+    words = {"<attempts key>": "attempts key", "<record key>": "record key", "<empty>": ""}
+    tokens = re.findall(r"<[a-z ]+>|\S+", GOLDEN["place"])
+    call: list[bytes | str] = [golden_bytes(words[token]) if words.get(token) else token for token in tokens]
+    call[5], call[8], call[9] = INCARNATION, b"\x05", LEFT_BEHIND
+    call[11] = b""
+    assert tokens[5:10] == [INCARNATION.hex(), str(ATTEMPT), "7200000", "05", LEFT_BEHIND.hex()]
+    assert raw.execute_command(*call) == -1
+    assert raw.get(golden_bytes("record key")) == golden_bytes("record")
+    assert 7_100_000 < raw.pttl(golden_bytes("record key")) <= 7_200_000
+
+
+@pytest.mark.parametrize("name", ["PLACE", "WITHDRAW", "REGISTER", "RENEW", "RETIRE", "MEMBERS"])
+def test_every_function_is_documented_and_in_the_library(name: str) -> None:
+    function = getattr(schema, name)
+    assert function in README
+    assert f"function_name = '{function}'" in schema.functions_source()
+
+
+def test_the_library_is_named_once_and_carries_the_version() -> None:
+    assert schema.functions_source().startswith(f"#!lua name={schema.LIBRARY}\n")
+    assert schema.LIBRARY.endswith(schema.VERSION)
+
+
+def test_the_implementation_names_no_key_by_itself() -> None:
+    source = Path(RedisDirectory.connect.__func__.__code__.co_filename).read_text()  # type: ignore[attr-defined]
+    assert "wr:" not in source
+    assert "wr_v1" not in source
