@@ -57,6 +57,7 @@ class LocalFleet:
     options: FleetOptions
     supervisor: Supervisor
     engines: dict[str, Part]
+    engine_urls: dict[str, str]
     agents: dict[str, Part]
     gateway: Part
     folder: Path
@@ -81,9 +82,9 @@ class LocalFleet:
         await process.wait()
 
         async def is_back() -> bool:
-            return part.restarts > restarts
+            return part.restarts > restarts and await _is_well(self.engine_urls[engine])
 
-        await _until(is_back, self.supervisor, f"{engine} started again")
+        await _until(is_back, self.supervisor, f"{engine} serves again")
         await wait_for_engines(self, {engine})
 
 
@@ -179,7 +180,7 @@ async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, sa
     if redis_url is None:
         redis_url = await _start_server(supervisor, part, folder)
     progress(f"directory at {redis_url}")
-    agents, engines = {}, {}
+    agents, engines, engine_urls = {}, {}, {}
     for number in range(1, options.engines + 1):
         host, engine = f"host-{number}", f"engine-{number}"
         door = str(folder / f"{host}.sock")
@@ -187,16 +188,18 @@ async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, sa
             host, "nodeagent", "--host", host, "--door", door, "--redis", redis_url,
             "--port", str(_free_port()), "--dram-gb", str(options.dram_gb),
         )  # fmt: skip
-        cache = ("--door", door) if options.use_cache else ("--door", door, "--no-cache")
+        port = _free_port()
+        engine_urls[engine] = f"http://127.0.0.1:{port}"
+        no_cache = () if options.use_cache else ("--no-cache",)
         engines[engine] = python(
-            engine, "nodeagent.engines.reference", "--engine", engine, "--port", str(_free_port()), *cache,
-            "--model", str(find_model(options.model_path)), "--served-model-name", MODEL,
+            engine, "nodeagent.engines.reference", "--engine", engine, "--port", str(port), *no_cache,
+            "--door", door, "--model", str(find_model(options.model_path)), "--served-model-name", MODEL,
         )  # fmt: skip
     gateway = python(
         "gateway", "gateway", "--redis", redis_url, "--port", str(options.port),
         "--admin-port", str(options.admin_port),
     )  # fmt: skip
-    fleet = LocalFleet(options, supervisor, engines, agents, gateway, folder)
+    fleet = LocalFleet(options, supervisor, engines, engine_urls, agents, gateway, folder)
     for each in (*agents.values(), *engines.values(), gateway):
         await supervisor.start(each)
     progress(f"{', '.join(agents)}: agents started; {', '.join(engines)}: loading {MODEL}")
@@ -263,6 +266,13 @@ def _sweep(base: Path) -> None:
         with contextlib.suppress(OSError), lock_path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its fleet lives
             shutil.rmtree(lock_path.parent, ignore_errors=True)
+
+
+async def _is_well(url: str) -> bool:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await client.get(f"{url}/health")).status_code == 200
+    return False
 
 
 async def _until(is_so: Callable[[], Awaitable[bool]], supervisor: Supervisor, what: str) -> None:

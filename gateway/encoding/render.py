@@ -5,15 +5,20 @@ what isn't known to render alike, raises `Uncertain`: such a request is routed w
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-KNOWN_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
-UNCERTAIN_FIELDS = ("tools", "functions", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort")
+ROLES = frozenset({"system", "developer", "user", "assistant"})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+UNCERTAIN_FIELDS = ("tools", "functions", "documents", "chat_template", "reasoning_effort")
+UNCERTAIN_MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "reasoning", "reasoning_content")
+UNCERTAIN_ARGUMENTS = frozenset({"chat_template", "tokenize"})
+FINAL_MARK = "\ue0f0final\ue0f1"
+"""Private-use characters that no template treats specially; marks where the last message's content ends."""
 
 
 class Uncertain(Exception):
@@ -29,31 +34,57 @@ class ReferenceRenderer:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(template)
-        self._special_tokens = {name: token for name, token in special_tokens.items() if isinstance(token, str)}
+        self._maps_developer = "developer" not in template
+        self._special_tokens = {name: special_tokens[name] for name in ("bos_token", "eos_token")}
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """The prompt's text for a chat request's fields. Raises `Uncertain`."""
         for name in UNCERTAIN_FIELDS:
             if fields.get(name):
                 raise Uncertain(name)
-        messages = [_normalise(message) for message in fields["messages"]]
-        continued = _flag(fields, "continue_final_message", False)
-        opened = _flag(fields, "add_generation_prompt", True)
-        if continued and opened and "add_generation_prompt" in fields:
-            raise Uncertain("continue_final_message")
+        arguments = fields.get("chat_template_kwargs") or {}
+        if not isinstance(arguments, Mapping) or arguments.keys() & UNCERTAIN_ARGUMENTS:
+            raise Uncertain("chat_template_kwargs")
+        is_open = _flag(fields, "add_generation_prompt", True)
+        is_continued = _flag(fields, "continue_final_message", False)
+        if is_open and is_continued:
+            raise Uncertain("continue_final_message")  # the engine refuses it
+        messages = [self._normalise(message) for message in fields["messages"]]
+        if is_continued:
+            messages[-1]["content"] += FINAL_MARK
+        variables = {**arguments, **self._special_tokens, "messages": messages, "add_generation_prompt": is_open}
         try:
-            text = self._template.render(
-                messages=messages,
-                add_generation_prompt=opened and not continued,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            text = self._template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise Uncertain("template_error") from error
-        return _cut_after_final_message(text, messages) if continued else text
+        if not is_continued:
+            return text
+        if text.count(FINAL_MARK) != 1:
+            raise Uncertain("continue_final_message")
+        return text[: text.index(FINAL_MARK)]
+
+    def _normalise(self, message: Mapping[str, Any]) -> dict[str, str]:
+        """The message as the template sees it: content parts joined by newlines, no content an empty text."""
+        role = message["role"]
+        if role not in ROLES:
+            raise Uncertain("role")
+        if any(message.get(name) for name in UNCERTAIN_MESSAGE_FIELDS):
+            raise Uncertain("message_fields")
+        if role == "developer" and self._maps_developer:
+            role = "system"
+        content = message.get("content")
+        if content is None:
+            content = ""
+        elif not isinstance(content, str):
+            content = "\n".join(_part_text(part) for part in content)
+        normalised = {"role": role, "content": content}
+        name = message.get("name")
+        if isinstance(name, str):
+            normalised["name"] = name
+        elif name is not None:
+            raise Uncertain("message_fields")
+        return normalised
 
 
 def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -65,35 +96,12 @@ def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _normalise(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as the template sees it: content parts joined by newlines, no content an empty text."""
-    if message.keys() - KNOWN_MESSAGE_FIELDS:
-        raise Uncertain("message_fields")
-    content = message.get("content")
-    if content is None:
-        text = ""
-    elif isinstance(content, str):
-        text = content
-    else:
-        text = "\n".join(_part_text(part) for part in content)
-    return {"role": message["role"], "content": text}
-
-
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     raise Uncertain("content_part")
-
-
-def _cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """What stands before the end of the last message, as transformers cuts it for `continue_final_message`."""
-    final = str(messages[-1]["content"]).strip()
-    position = text.rfind(final) if final else -1
-    if position < 0:
-        raise Uncertain("continue_final_message")
-    return text[: position + len(final)]
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
@@ -102,8 +110,3 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    # A date makes the prompt depend on the engine's clock and time zone, which the gateway doesn't know.
-    raise jinja2.TemplateError(f"the template asks for the date: {pattern}")

@@ -1,0 +1,1 @@
+"""The host's tiers: where chunks are kept, found, checked and evicted."""

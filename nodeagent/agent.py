@@ -1,0 +1,242 @@
+"""The composition root of the node agent: everything is made here, runs in one task group, and ends in order."""
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from directory.interface import DirectoryWriter
+from directory.members import HostRegistration, Load
+from directory.redis_directory import RedisDirectory
+from directory.tiers import Tier
+from nodeagent.config import AgentConfig
+from nodeagent.door import Door
+from nodeagent.errors import AgentError
+from nodeagent.files import FileShelf
+from nodeagent.http_api import HttpServer, create_api, listen
+from nodeagent.inventory import Inventory
+from nodeagent.metrics import AgentMetrics
+from nodeagent.processes import Holder, Process, ProcessWatch
+from nodeagent.publisher import Publisher
+from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+from nodeagent.roster import Roster
+from nodeagent.session import Session
+from nodeagent.tiers.dram import DramTier
+
+WITHDRAW_WAIT_S = 0.05
+HOST_KEYS_MAX = 16_000_000
+LIFE_BYTES = 16
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger(__name__)
+
+
+class HttpUnavailable(AgentError):
+    """The HTTP port can't be had; the message says why."""
+
+
+async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -> None:
+    """Run an agent until SIGTERM, SIGINT, or cancellation. `ready` is called once door and HTTP are open.
+
+    A directory that doesn't answer is not fatal: the agent serves its engines and keeps trying. Raises `AgentError`
+    where the door or the port can't be had, and `DirectoryError` for a malformed URL.
+    """
+    directory = RedisDirectory.connect(config.redis_url, clock=time.monotonic)
+    agent = Agent(config, directory)
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, agent.stop)
+    try:
+        await agent.run(ready)
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        await directory.aclose()
+
+
+class Agent:
+    """One host's agent, around a directory that its caller opens and closes.
+
+    `clock` and `sleep` are the time of everything that speaks to the directory.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        directory: DirectoryWriter,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._clock = clock
+        self._sleep = sleep
+        self._metrics = AgentMetrics()
+        self._files = FileShelf()
+        self._stopping = asyncio.Event()
+        self._is_ready = False
+
+    def stop(self) -> None:
+        """Ask the agent to end in good order."""
+        self._stopping.set()
+
+    async def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
+        listener = self._listen()
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._run_in(group, listener, ready)
+        finally:
+            listener.close()
+
+    def status(self) -> dict[str, Any]:
+        """What `/status` shows: lives, tiers, engines, and how much is pending."""
+        hierarchy = self._tier.hierarchy
+        return {
+            "host": self._config.host,
+            "incarnations": _names(self._host),
+            "pending_keys": self._host.pending_keys,
+            "tiers": {
+                Tier.DRAM.label: {
+                    "bytes_used": self._tier.used_bytes,
+                    "bytes_limit": self._tier.quota_bytes,
+                    "chunks": len(hierarchy) if hierarchy is not None else 0,
+                    "slots": hierarchy.arena.slots if hierarchy is not None else 0,
+                    "references": hierarchy.open_references if hierarchy is not None else 0,
+                    "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
+                }
+            },
+            "engines": [
+                {
+                    "engine": engine.name,
+                    "url": engine.registration.url,
+                    "models": list(engine.registration.models),
+                    "process": engine.process.pid,
+                    "is_connected": engine.connection is not None,
+                    "incarnations": _names(engine.publisher),
+                    "pending_keys": engine.publisher.pending_keys,
+                    "gpu_chunks": len(engine.publisher.inventory),
+                    "running": engine.running,
+                    "waiting": engine.waiting,
+                }
+                for engine in self._roster.engines
+            ],
+        }
+
+    async def _run_in(
+        self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
+    ) -> None:
+        """Build bottom up, serve, then end top down: readiness, door, engines, tier, host's life, HTTP."""
+        table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
+        host = self._host_publisher(listener, table)
+        self._tier = tier = DramTier(
+            self._config.dram_bytes, host.record, partial(_await_withdrawn, host), group, self._metrics
+        )
+        self._host = host
+        roster = self._roster = Roster(
+            self._config.host,
+            self._directory,
+            table,
+            self._files,
+            group,
+            clock=self._clock,
+            sleep=self._sleep,
+            metrics=self._metrics,
+            walk_interval_s=self._config.walk_interval_s,
+        )
+        self._metrics.announced_chunks.labels(Tier.DRAM.label).set_function(lambda: host.announced_keys)
+        self._metrics.announced_chunks.labels(Tier.GPU.label).set_function(
+            lambda: sum(engine.publisher.announced_keys for engine in roster.engines)
+        )
+        processes = ProcessWatch(self._process_gone)
+        life = secrets.token_bytes(LIFE_BYTES)
+        door = Door(
+            self._config.door, processes, lambda peer: Session(peer, life, processes, roster, tier, self._metrics)
+        )
+        door.open()
+        http = HttpServer(
+            create_api(self._files, self._metrics.registry, lambda: self._is_ready, self.status), listener
+        )
+        loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())]
+        serving = group.create_task(door.serve())
+        web = group.create_task(http.run_until_stopped())
+        try:
+            self._is_ready = True
+            logger.info("the agent of host %s is ready at %s", self._config.host, self._config.door)
+            if ready is not None:
+                ready()
+            await self._stopping.wait()
+        finally:
+            self._is_ready = False
+            await _end([serving])
+            door.close()
+            processes.close()
+            await roster.close()
+            await _end(loops)
+            await host.stop()
+            await tier.close()
+            http.should_exit = True
+            await asyncio.wait([web])
+
+    def _listen(self) -> socket.socket:
+        try:
+            return listen(self._config.bind, self._config.port)
+        except OSError as error:
+            raise HttpUnavailable(
+                f"the agent's HTTP can't listen on {self._config.bind} port {self._config.port}: {error.strerror}"
+            ) from error
+
+    def _host_publisher(self, listener: socket.socket, table: FleetTable) -> Publisher:
+        bind, port = listener.getsockname()[:2]
+        address = f"[{bind}]" if ":" in bind else bind
+        registration = HostRegistration(self._config.host, self._config.agent_url or f"http://{address}:{port}")
+        return Publisher(
+            self._directory,
+            Lives(self._directory, registration, self._load, self._sleep, self._metrics),
+            Inventory(HOST_KEYS_MAX),
+            table,
+            clock=self._clock,
+            sleep=self._sleep,
+            metrics=self._metrics,
+            walk_interval_s=self._config.walk_interval_s,
+        )
+
+    def _load(self) -> Load:
+        return Load(
+            tier_bytes_used={Tier.DRAM: self._tier.used_bytes},
+            tier_bytes_limit={Tier.DRAM: self._tier.quota_bytes},
+        )
+
+    def _process_gone(self, process: Process) -> None:
+        self._roster.process_gone(process)
+        if self._tier.hierarchy is not None:
+            hierarchy = self._tier.hierarchy
+            released = sum(hierarchy.release_holder(Holder(process, client)) for client in process.clients)
+            self._tier.account()
+            if released:
+                logger.info("process %d has ended; its %d references are released", process.pid, released)
+
+
+def _names(publisher: Publisher) -> list[str]:
+    return [incarnation.hex() for incarnation in publisher.lives.incarnations]
+
+
+async def _await_withdrawn(host: Publisher, keys: Sequence[bytes]) -> None:
+    """Give the directory a moment to hear that keys are gone; a slow one must not hold memory up."""
+    try:
+        async with asyncio.timeout(WITHDRAW_WAIT_S):
+            await host.settled(keys)
+    except TimeoutError:
+        return
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

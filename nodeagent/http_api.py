@@ -1,0 +1,82 @@
+"""The agent's HTTP: health, metrics, its state for a reader, and tokenizer files by digest."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from nodeagent.files import FileShelf
+
+BACKLOG = 128
+SHUTDOWN_S = 2
+
+
+def create_api(
+    files: FileShelf, registry: CollectorRegistry, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]
+) -> FastAPI:
+    """The application; `status` gives what `/status` shows."""
+    app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/readyz")
+    async def readyz(response: Response) -> dict[str, str]:
+        if not is_ready():
+            response.status_code = 503
+            return {"status": "not ready"}
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/status")
+    async def agent_status() -> dict[str, Any]:
+        return status()
+
+    @app.get("/files/{sha256}")
+    async def file(sha256: str) -> Response:
+        content = files.get(sha256)
+        if content is None:
+            raise HTTPException(404, "no attached engine has brought a file with this sha256")
+        return Response(content, media_type="application/octet-stream")
+
+    return app
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on a socket that is bound already, and leaves signals to the agent."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._listener = listener
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The agent handles signals itself."""
+        yield
+
+    async def run_until_stopped(self) -> None:
+        """Until `should_exit` is set."""
+        await self.serve(sockets=[self._listener])
+
+
+def listen(bind: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    return socket.create_server((bind, port), family=family, backlog=BACKLOG)

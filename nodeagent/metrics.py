@@ -1,0 +1,61 @@
+"""The agent's metrics, in a registry of their own. Names and labels are what dashboards rely on."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+READ_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class AgentMetrics:
+    """All series of one agent. `degraded` counts by reason whatever cost hit rate and nothing else."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.tokens_requested = Counter(
+            "warmroute_tier_tokens_requested", "Tokens whose KV engines asked the host for", registry=registry
+        )
+        self.tokens_missed = Counter(
+            "warmroute_tier_missed_tokens", "Tokens asked for that no tier of the host delivered", registry=registry
+        )
+        self.hit_tokens = Counter(
+            "warmroute_tier_hit_tokens", "Tokens delivered, by tier and source", ["tier", "source"], registry=registry
+        )
+        self.bytes_used = Gauge("warmroute_tier_bytes_used", "Bytes in use", ["tier"], registry=registry)
+        self.bytes_limit = Gauge("warmroute_tier_bytes_limit", "The tier's quota", ["tier"], registry=registry)
+        self.read_seconds = Histogram(
+            "warmroute_tier_read_seconds",
+            "Seconds an engine took to read a run of chunks",
+            ["tier"],
+            registry=registry,
+            buckets=READ_BUCKETS_S,
+        )
+        self.write_bytes = Counter("warmroute_tier_write_bytes", "Bytes stored", ["tier"], registry=registry)
+        self.checksum_failures = Counter(
+            "warmroute_checksum_failures", "Payloads that were not what they should be", registry=registry
+        )
+        self.conflicts = Counter(
+            "warmroute_put_conflicts", "Puts of other bytes under a key that is held; refused", registry=registry
+        )
+        self.evictions = Counter("warmroute_evictions", "Chunks evicted", ["tier", "reason"], registry=registry)
+        self.admission_refused = Counter(
+            "warmroute_admission_refused", "Puts that were refused, by reason", ["reason"], registry=registry
+        )
+        self.announced_chunks = Gauge(
+            "warmroute_announced_chunks", "Chunks this host's lives hold in the directory", ["tier"], registry=registry
+        )
+        self.announce_lag = Histogram(
+            "warmroute_announce_lag_seconds",
+            "Seconds from a change to the directory's acknowledgement",
+            registry=registry,
+            buckets=LAG_BUCKETS_S,
+        )
+        self.walks = Counter("warmroute_walks", "Whole inventories announced anew", ["reason"], registry=registry)
+        self.directory_errors = Counter(
+            "warmroute_directory_errors", "Directory calls that failed", ["op"], registry=registry
+        )
+        self.hellos_refused = Counter(
+            "warmroute_hellos_refused", "Engines that were not let in; the log says why", registry=registry
+        )
+        self.degraded = Counter(
+            "warmroute_degraded", "What cost hit rate and nothing else", ["reason"], registry=registry
+        )

@@ -1,0 +1,138 @@
+"""Who this agent is in the directory: lives that are renewed, and the table of all lives that batches need."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from directory.errors import DirectoryError, RegistrationRefused
+from directory.interface import KNOWN_FRESH_S, DirectoryWriter
+from directory.members import RENEW_INTERVAL_S, TERM_S, Load, Registration, draw_incarnation
+from nodeagent.metrics import AgentMetrics
+
+DRAWS_MAX = 3
+RETIRE_S = 1.0
+"""How long ending a life may take; after that it ends by itself, a term later."""
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class FleetTable:
+    """All incarnations that are live or remembered, polled every second. One for all publishers of an agent."""
+
+    def __init__(self, directory: DirectoryWriter, clock: Clock, sleep: Sleep, metrics: AgentMetrics) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._sleep = sleep
+        self._metrics = metrics
+        self._incarnations: frozenset[bytes] = frozenset()
+        self._polled_at: float | None = None
+
+    def known(self) -> frozenset[bytes] | None:
+        """The incarnations, from a poll sent in the last `KNOWN_FRESH_S`; `None` where there is none so fresh."""
+        if self._polled_at is None or self._clock() - self._polled_at > KNOWN_FRESH_S:
+            return None
+        return self._incarnations
+
+    async def poll(self) -> None:
+        """Read the table once. Raises `DirectoryError`."""
+        sent_at = self._clock()
+        members = await self._directory.members()
+        self._incarnations = frozenset(member.incarnation for member in members)
+        self._polled_at = sent_at
+
+    async def run(self) -> None:
+        """Poll until cancelled; failures are counted and tried again."""
+        while True:
+            try:
+                await self.poll()
+            except DirectoryError:
+                self._metrics.directory_errors.labels("members").inc()
+            except Exception:  # the edge of the loop: without a table batches only don't prune
+                logger.exception("reading the fleet's table met a fault")
+            await self._sleep(RENEW_INTERVAL_S)
+
+
+class Lives:
+    """The lives of one host or engine: one as a rule, two during a walk. Renews them with the newest load."""
+
+    def __init__(
+        self,
+        directory: DirectoryWriter,
+        registration: Registration,
+        load: Callable[[], Load],
+        sleep: Sleep,
+        metrics: AgentMetrics,
+    ) -> None:
+        self.registration = registration
+        self._directory = directory
+        self._load = load
+        self._sleep = sleep
+        self._metrics = metrics
+        self._incarnations: list[bytes] = []
+        self._is_reachable = True
+
+    @property
+    def incarnations(self) -> tuple[bytes, ...]:
+        """The lives that are renewed, oldest first."""
+        return tuple(self._incarnations)
+
+    async def begin(self) -> bytes:
+        """Register a new life and return its name. Raises `DirectoryError`; a life whose fate is unknown lapses."""
+        for _ in range(DRAWS_MAX):
+            incarnation = draw_incarnation()
+            try:
+                await self._directory.register(incarnation, self.registration, self._load())
+            except RegistrationRefused:
+                continue
+            self._incarnations.append(incarnation)
+            return incarnation
+        raise RegistrationRefused(f"{DRAWS_MAX} random incarnations in a row were taken")
+
+    async def end(self, incarnation: bytes) -> None:
+        """Retire a life. Where the directory can't be reached, the life lapses by itself within a term."""
+        if incarnation in self._incarnations:
+            self._incarnations.remove(incarnation)
+        try:
+            async with asyncio.timeout(RETIRE_S):
+                await self._directory.retire(incarnation)
+        except (DirectoryError, TimeoutError) as error:
+            self._metrics.directory_errors.labels("retire").inc()
+            logger.info("a life could not be retired and will lapse: %s", error)
+
+    async def renew(self, on_doubt: Callable[[bytes, str], None]) -> None:
+        """Renew each life once. `on_doubt(life, reason)` hears of one that is unknown or lapsed longer than a term."""
+        for incarnation in self.incarnations:
+            try:
+                renewal = await self._directory.renew(incarnation, self._load())
+            except DirectoryError as error:
+                self._note_failure(error)
+                continue
+            if not self._is_reachable:
+                self._is_reachable = True
+                logger.info("the directory answers again")
+            if incarnation not in self._incarnations:
+                continue
+            if not renewal.known:
+                on_doubt(incarnation, "unknown")
+            elif renewal.lapsed_s > TERM_S:
+                on_doubt(incarnation, "lapsed")
+
+    async def run(self, on_doubt: Callable[[bytes, str], None], each_time: Callable[[], None]) -> None:
+        """Renew every second until cancelled."""
+        while True:
+            try:
+                await self.renew(on_doubt)
+            except Exception:  # the edge of the loop: a life that isn't renewed lapses, and is begun anew
+                logger.exception("renewing met a fault")
+            each_time()
+            await self._sleep(RENEW_INTERVAL_S)
+
+    def _note_failure(self, error: DirectoryError) -> None:
+        self._metrics.directory_errors.labels("renew").inc()
+        if self._is_reachable:
+            self._is_reachable = False
+            self._metrics.degraded.labels("directory").inc()
+            logger.warning("the directory doesn't answer; serving on, and trying again: %s", error)

@@ -1,0 +1,243 @@
+"""The engines of this host: who is attached, what each one announces, and when its life ends.
+
+An engine's life in the directory begins with its first hello. It ends when its process is gone, when it says goodbye,
+or when its connection stays lost for `GRACE_S`; a process that reconnects in time goes on with the life it had. Only
+its `gpu` placements end with it: what it stored belongs to the host.
+"""
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from directory.costs import Rates
+from directory.errors import IdentityRefused
+from directory.interface import DirectoryWriter
+from directory.members import EngineRegistration, Load
+from directory.tiers import Tier
+from nodeagent.errors import HelloRefused
+from nodeagent.files import FileShelf
+from nodeagent.inventory import Inventory
+from nodeagent.messages import Hello, LoadReport
+from nodeagent.metrics import AgentMetrics
+from nodeagent.processes import Process
+from nodeagent.publisher import Publisher
+from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+
+GRACE_S = 5.0
+ENGINES_MAX = 64
+GPU_KEYS_MAX = 4_000_000
+DRAM_BYTES_PER_S = 3e9
+DRAM_FIXED_S = 0.0005
+READ_RATE_WEIGHT = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """One connection of an engine's client."""
+
+    def supersede(self) -> None:
+        """The client has another connection now: what is still unread on this one doesn't count any more."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class AttachedEngine:
+    """One engine: its registration, what it last reported, and the publisher of its `gpu` tier."""
+
+    name: str
+    process: Process
+    registration: EngineRegistration
+    flops: float
+    running: int = 0
+    waiting: int = 0
+    dram_bytes_per_s: float = DRAM_BYTES_PER_S
+    client: bytes = b""
+    connection: Connection | None = None
+    publisher: Publisher = field(init=False)
+    task: asyncio.Task[None] = field(init=False)
+    grace: asyncio.Task[None] | None = None
+
+    def load(self) -> Load:
+        """What its renewals report: rates in FLOP/s and bytes/s, and its queue."""
+        rates = Rates(self.flops, {Tier.DRAM: self.dram_bytes_per_s}, {Tier.DRAM: DRAM_FIXED_S})
+        return Load(rates=rates, running=self.running, waiting=self.waiting)
+
+    def note_read(self, read_bytes: int, read_s: float) -> None:
+        """Correct the rate of its host's DRAM by a read it has made."""
+        if read_bytes and 0 < read_s < math.inf:
+            seen = read_bytes / read_s
+            self.dram_bytes_per_s += READ_RATE_WEIGHT * (seen - self.dram_bytes_per_s)
+
+    def note_load(self, report: LoadReport) -> None:
+        """Take over what the engine says of itself."""
+        self.running, self.waiting = report.running, report.waiting
+        if 0 < report.flops < math.inf:
+            self.flops = report.flops
+
+    def replace_gpu(self, keys: list[bytes]) -> None:
+        """The whole `gpu` inventory, as directory keys, most recently used last."""
+        self.publisher.record_all(dict.fromkeys(keys, int(Tier.GPU)))
+
+    def change_gpu(self, stored: list[bytes], evicted: list[bytes]) -> None:
+        """Newest states of the `gpu` tier."""
+        for key in stored:
+            self.publisher.record(key, int(Tier.GPU))
+        for key in evicted:
+            self.publisher.record(key, 0)
+
+
+class Roster:
+    """Attaches and detaches engines; every method belongs to the event loop.
+
+    `group` holds the publishers' tasks. `host` is written into every registration.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        directory: DirectoryWriter,
+        table: FleetTable,
+        files: FileShelf,
+        group: asyncio.TaskGroup,
+        *,
+        clock: Clock,
+        sleep: Sleep,
+        metrics: AgentMetrics,
+        walk_interval_s: float,
+    ) -> None:
+        self._host = host
+        self._directory = directory
+        self._table = table
+        self._files = files
+        self._group = group
+        self._clock = clock
+        self._sleep = sleep
+        self._metrics = metrics
+        self._walk_interval_s = walk_interval_s
+        self._engines: dict[str, AttachedEngine] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def engines(self) -> tuple[AttachedEngine, ...]:
+        """Those attached now, or within their grace."""
+        return tuple(self._engines.values())
+
+    def attach(self, hello: Hello, process: Process, connection: Connection) -> AttachedEngine:
+        """Register the engine that says hello, or continue the life it has.
+
+        Raises `HelloRefused` for a description that must not be registered, a name that another living process
+        holds, or parallelism that this door doesn't know.
+        """
+        known = self._engines.get(hello.engine)
+        if known is not None and known.process is not process and not known.process.is_gone:
+            raise HelloRefused(f"an engine named {hello.engine!r} is attached already, as process {known.process.pid}")
+        if known is None and len(self._engines) >= ENGINES_MAX:
+            raise HelloRefused(f"{ENGINES_MAX} engines are attached already")
+        registration = self._registration(hello)
+        registration = replace(registration, tokenizer_files=self._files.keep(hello.engine, hello.tokenizer_files))
+        if known is not None and known.process is process and known.registration == registration:
+            self._stop_grace(known)
+        else:
+            if known is not None:
+                self._remove(known, "said hello as another")
+            known = self._begin(hello, registration, process)
+        if known.connection is not None and known.client == hello.client:
+            known.connection.supersede()
+        known.client, known.connection = hello.client, connection
+        known.flops = hello.flops
+        return known
+
+    def lose(self, engine: AttachedEngine, connection: Connection) -> None:
+        """An engine's connection is lost: it has a short while to come back."""
+        if engine.connection is not connection or self._engines.get(engine.name) is not engine:
+            return
+        engine.connection = None
+        self._stop_grace(engine)
+        engine.grace = self._group.create_task(self._wait_grace(engine))
+
+    def process_gone(self, process: Process) -> None:
+        """A process has ended, and its engines with it."""
+        for engine in self.engines:
+            if engine.process is process:
+                self.detach(engine, "process gone")
+
+    def detach(self, engine: AttachedEngine, reason: str) -> None:
+        """End an engine's life; what it stored in the host's tiers stays."""
+        if self._engines.get(engine.name) is engine:
+            self._remove(engine, reason)
+            self._files.forget(engine.name)
+
+    async def close(self) -> None:
+        """Detach all, and wait until their lives are retired."""
+        for engine in self.engines:
+            self.detach(engine, "agent stops")
+        await asyncio.gather(*self._ending)
+
+    def _registration(self, hello: Hello) -> EngineRegistration:
+        if hello.identity.tp_size != 1:
+            raise HelloRefused(
+                f"tp_size {hello.identity.tp_size}: this door stores whole chunks, not the shards of several ranks"
+            )
+        if not math.isfinite(hello.flops):
+            raise HelloRefused("flops must be a finite number of useful FLOP/s")
+        try:
+            hello.identity.shard_digest(hello.tp_rank)
+            return EngineRegistration(
+                engine=hello.engine,
+                host=self._host,
+                url=hello.url,
+                models=hello.models,
+                identity=hello.identity,
+                shape=hello.shape,
+                chunk_tokens=hello.chunk_tokens,
+                context_tokens=hello.context_tokens,
+                key_scheme=hello.key_scheme,
+                renderer=hello.renderer,
+            )
+        except IdentityRefused as error:
+            raise HelloRefused(str(error)) from error
+
+    def _begin(self, hello: Hello, registration: EngineRegistration, process: Process) -> AttachedEngine:
+        engine = AttachedEngine(hello.engine, process, registration, hello.flops)
+        lives = Lives(self._directory, registration, engine.load, self._sleep, self._metrics)
+        engine.publisher = Publisher(
+            self._directory,
+            lives,
+            Inventory(GPU_KEYS_MAX),
+            self._table,
+            clock=self._clock,
+            sleep=self._sleep,
+            metrics=self._metrics,
+            walk_interval_s=self._walk_interval_s,
+        )
+        engine.task = self._group.create_task(engine.publisher.run())
+        self._engines[engine.name] = engine
+        logger.info("engine %s is attached, process %d", engine.name, process.pid)
+        return engine
+
+    def _remove(self, engine: AttachedEngine, reason: str) -> None:
+        del self._engines[engine.name]
+        self._stop_grace(engine)
+        logger.info("engine %s is detached: %s", engine.name, reason)
+        ending = self._group.create_task(self._end(engine))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _wait_grace(self, engine: AttachedEngine) -> None:
+        await self._sleep(GRACE_S)
+        engine.grace = None
+        self.detach(engine, "connection lost")
+
+    async def _end(self, engine: AttachedEngine) -> None:
+        engine.task.cancel()
+        await asyncio.wait([engine.task])
+        await engine.publisher.stop()
+
+    @staticmethod
+    def _stop_grace(engine: AttachedEngine) -> None:
+        if engine.grace is not None:
+            engine.grace.cancel()
+            engine.grace = None

@@ -1,0 +1,281 @@
+"""One connection at the chunk door: hello, then requests, answered in order of arrival but for commits.
+
+A commit's bytes are checked in a thread while other requests of the connection go on. When the connection ends, what
+its process holds stays: references and reservations end with `Close`, `Abort`, or the process itself.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+
+from directory.tiers import Tier
+from nodeagent.errors import DoorProtocolError, HelloRefused, TierUnavailable
+from nodeagent.labels import ChunkLabel
+from nodeagent.messages import (
+    DOOR_VERSION,
+    LENGTH_BYTES,
+    PREAMBLE_BYTES,
+    Abort,
+    ArenaOffer,
+    ArenaRefused,
+    ClientMessage,
+    Close,
+    Commit,
+    Committed,
+    Goodbye,
+    GpuChanges,
+    GpuSnapshot,
+    Hello,
+    Holding,
+    LoadReport,
+    Message,
+    Open,
+    Opened,
+    PutOutcome,
+    Refused,
+    Reserve,
+    Reserved,
+    Welcome,
+    body_length,
+    decode_client,
+    decode_hello,
+    frame,
+    read_preamble,
+)
+from nodeagent.metrics import AgentMetrics
+from nodeagent.processes import Holder, ProcessWatch
+from nodeagent.roster import AttachedEngine, Roster
+from nodeagent.tiers.arena import Arena
+from nodeagent.tiers.dram import DramTier
+
+HELLO_S = 10.0
+SEND_S = 5.0
+COMMITS_MAX = 64
+DRAM = Tier.DRAM.label
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """Attends one connection (a non-blocking socket, closed by the caller). `life` names this run of the agent."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        life: bytes,
+        processes: ProcessWatch,
+        roster: Roster,
+        tier: DramTier,
+        metrics: AgentMetrics,
+    ) -> None:
+        self._connection = connection
+        self._life = life
+        self._processes = processes
+        self._roster = roster
+        self._tier = tier
+        self._metrics = metrics
+        self._sending = asyncio.Lock()
+        self._commits = asyncio.Semaphore(COMMITS_MAX)
+        self._is_superseded = False
+
+    def supersede(self) -> None:
+        """See `Connection`: end this connection, and heed nothing more of it."""
+        self._is_superseded = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    async def run(self) -> None:
+        """Until the peer leaves. Raises `DoorProtocolError`, `HelloRefused`, `OSError` or `IncompleteReadError`."""
+        holder: Holder | None = None
+        engine: AttachedEngine | None = None
+        try:
+            async with asyncio.timeout(HELLO_S):
+                process = self._processes.peer_of(self._connection)
+                hello = await self._read_hello()
+                engine = self._roster.attach(hello, process, self)
+            process.clients.add(hello.client)
+            holder = Holder(process, hello.client)
+            await self._send(Welcome(self._life))
+            await self._serve(hello, engine, holder)
+        except HelloRefused as error:
+            self._metrics.hellos_refused.inc()
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._send(Refused(str(error)))
+            raise
+        finally:
+            if holder is not None and self._tier.hierarchy is not None and not self._is_superseded:
+                self._tier.hierarchy.quarantine(holder)
+            if engine is not None:
+                self._roster.lose(engine, self)
+
+    async def _read_hello(self) -> Hello:
+        version = read_preamble(bytes(await self._read(PREAMBLE_BYTES)))
+        if version != DOOR_VERSION:
+            raise HelloRefused(
+                f"the engine's client speaks version {version} of the chunk door, this agent version {DOOR_VERSION}; "
+                "install the same release on both sides"
+            )
+        body = await self._read_body()
+        try:
+            return decode_hello(body)
+        except DoorProtocolError as error:
+            raise HelloRefused(str(error)) from error
+
+    async def _serve(self, hello: Hello, engine: AttachedEngine, holder: Holder) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                offer = group.create_task(self._offer(hello))
+                try:
+                    while True:
+                        message = decode_client(await self._read_body())
+                        if self._is_superseded:
+                            return
+                        if isinstance(message, Goodbye):
+                            self._roster.detach(engine, "goodbye")
+                            return
+                        await self._handle(message, engine, holder, group)
+                finally:
+                    offer.cancel()
+        except* (DoorProtocolError, OSError, TimeoutError, asyncio.IncompleteReadError) as errors:
+            first: BaseException = errors
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+
+    async def _offer(self, hello: Hello) -> None:
+        """Lend the arena, which the first engine's hello makes; an engine that can't have it works without."""
+        try:
+            hierarchy = await self._tier.ensure(hello.chunk_bytes)
+        except TierUnavailable as error:
+            logger.error("engine %s works without the dram tier: %s", hello.engine, error)
+            self._metrics.degraded.labels("dram_unavailable").inc()
+            await self._send(ArenaRefused(str(error)))
+            return
+        arena = hierarchy.arena
+        await self._send(ArenaOffer(arena.header_bytes, arena.slot_bytes, arena.slots), arena)
+
+    async def _handle(
+        self, message: ClientMessage, engine: AttachedEngine, holder: Holder, group: asyncio.TaskGroup
+    ) -> None:
+        match message:
+            case Open():
+                await self._send(self._open(message, engine, holder))
+            case Close():
+                self._close(message, engine, holder)
+            case Holding():
+                self._keep_only(message, engine, holder)
+            case Reserve():
+                await self._send(self._reserve(message, holder))
+            case Commit():
+                await self._commits.acquire()
+                group.create_task(self._commit(message, holder))
+            case Abort():
+                if self._tier.hierarchy is not None:
+                    self._tier.hierarchy.abort(holder, message.reservation)
+                    self._tier.account()
+            case GpuSnapshot():
+                engine.replace_gpu(message.keys)
+            case GpuChanges():
+                engine.change_gpu(message.stored, message.evicted)
+            case LoadReport():
+                engine.note_load(message)
+
+    def _open(self, message: Open, engine: AttachedEngine, holder: Holder) -> Opened:
+        hierarchy = self._tier.hierarchy
+        opened = hierarchy.open_run(message.keys, holder) if hierarchy is not None else []
+        tokens = engine.registration.chunk_tokens
+        self._metrics.tokens_requested.inc(len(message.keys) * tokens)
+        self._metrics.tokens_missed.inc((len(message.keys) - len(opened)) * tokens)
+        return Opened(message.id, opened)
+
+    def _close(self, message: Close, engine: AttachedEngine, holder: Holder) -> None:
+        hierarchy = self._tier.hierarchy
+        if hierarchy is None:
+            return
+        failed = hierarchy.close(holder, message.failed)
+        closed = hierarchy.close(holder, message.references)
+        tokens = engine.registration.chunk_tokens
+        self._metrics.hit_tokens.labels(DRAM, "local").inc(len(closed) * tokens)
+        self._metrics.tokens_missed.inc(len(failed) * tokens)
+        if message.read_bytes:
+            self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
+            engine.note_read(message.read_bytes, message.read_s)
+        for entry in failed:
+            self._metrics.degraded.labels("read_failed").inc()
+            self._tier.recheck(entry)
+        self._tier.account()
+
+    def _keep_only(self, message: Holding, engine: AttachedEngine, holder: Holder) -> None:
+        """Give back what was granted in answers that were lost with an earlier connection."""
+        if self._tier.hierarchy is not None:
+            ended = self._tier.hierarchy.keep_only(holder, message.references, message.reservations)
+            self._metrics.tokens_missed.inc(ended * engine.registration.chunk_tokens)
+            self._tier.account()
+
+    def _reserve(self, message: Reserve, holder: Holder) -> Reserved:
+        hierarchy = self._tier.hierarchy
+        if hierarchy is None:
+            return Reserved(message.id, PutOutcome.REFUSED)
+        if message.parent == message.storage_key:
+            raise DoorProtocolError("a chunk can't be its own parent")
+        label = ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position)
+        granted = hierarchy.reserve(label, message.length, message.checksum, holder)
+        if granted.evicted:
+            self._metrics.evictions.labels(DRAM, "demand").inc(granted.evicted)
+        self._note_outcome(granted.outcome)
+        self._tier.account()
+        reservation = granted.reservation
+        if reservation is None:
+            return Reserved(message.id, granted.outcome)
+        return Reserved(message.id, granted.outcome, reservation.number, reservation.slot, reservation.generation)
+
+    async def _commit(self, message: Commit, holder: Holder) -> None:
+        try:
+            outcome = await self._tier.commit(holder, message.reservation)
+            self._note_outcome(outcome)
+            await self._send(Committed(message.id, outcome))
+        finally:
+            self._commits.release()
+
+    def _note_outcome(self, outcome: PutOutcome) -> None:
+        if outcome is PutOutcome.CONFLICT:
+            self._metrics.conflicts.inc()
+            logger.error("a put was refused: other bytes are stored under its key; an identity may be incomplete")
+        if outcome not in (PutOutcome.GRANTED, PutOutcome.STORED, PutOutcome.HAVE):
+            self._metrics.admission_refused.labels(outcome.value).inc()
+
+    async def _read_body(self) -> bytearray:
+        return await self._read(body_length(await self._read(LENGTH_BYTES)))
+
+    async def _read(self, length: int) -> bytearray:
+        data = bytearray(length)
+        loop, filled = asyncio.get_running_loop(), 0
+        with memoryview(data) as view:
+            while filled < length:
+                received = await loop.sock_recv_into(self._connection, view[filled:])
+                if not received:
+                    raise asyncio.IncompleteReadError(bytes(data[:filled][:64]), length)
+                filled += received
+        return data
+
+    async def _send(self, message: Message, arena: Arena | None = None) -> None:
+        """Send a frame, with the arena's two descriptors where it is given. One at a time, within `SEND_S`."""
+        data = memoryview(frame(message))
+        loop = asyncio.get_running_loop()
+        async with self._sending, asyncio.timeout(SEND_S):
+            if arena is not None:
+                await self._writable()
+                fds = [arena.read_only_fd, arena.writable_fd]
+                data = data[socket.send_fds(self._connection, [data], fds) :]
+            await loop.sock_sendall(self._connection, data)
+
+    async def _writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        fd = self._connection.fileno()
+        loop.add_writer(fd, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_writer(fd)

@@ -1,0 +1,166 @@
+"""The DRAM tier: makes the arena when the first engine says how large a chunk is, checks bytes, keeps slots free."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from nodeagent.errors import TierUnavailable
+from nodeagent.messages import PutOutcome
+from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers.arena import Arena, slot_bytes_for
+from nodeagent.tiers.eviction import POLICIES
+from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
+
+FREE_SLOTS_FRACTION = 50
+"""One slot in so many is kept free in advance; an arena with fewer slots evicts on demand only."""
+VICTIMS_PER_STEP_MAX = 64
+CHECK_THREADS = 2
+
+logger = logging.getLogger(__name__)
+
+Withdrawn = Callable[[Sequence[bytes]], Awaitable[None]]
+
+
+class DramTier:
+    """One host's DRAM, shared by its engines.
+
+    `on_change` hears newest states (see `Hierarchy`). `withdrawn` waits until the directory has heard that keys are
+    gone, within a bound of its own; only the work-ahead eviction calls it. `group` holds the checks under way: one
+    that has begun ends properly, whatever becomes of the connection that asked for it.
+    """
+
+    def __init__(
+        self,
+        quota_bytes: int,
+        on_change: Callable[[bytes, int], None],
+        withdrawn: Withdrawn,
+        group: asyncio.TaskGroup,
+        metrics: AgentMetrics,
+        policy: str = "lru",
+    ) -> None:
+        self.quota_bytes = quota_bytes
+        self.hierarchy: Hierarchy | None = None
+        self._on_change = on_change
+        self._withdrawn = withdrawn
+        self._group = group
+        self._metrics = metrics
+        self._policy = policy
+        self._making = asyncio.Lock()
+        self._free_low = asyncio.Event()
+        self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
+        metrics.bytes_limit.labels("dram").set(quota_bytes)
+        metrics.bytes_used.labels("dram").set(0)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in slots that are taken."""
+        return 0 if self.hierarchy is None else self.hierarchy.arena.used_bytes
+
+    async def ensure(self, chunk_bytes: int) -> Hierarchy:
+        """The tier for chunks of `chunk_bytes`, made now if there is none.
+
+        Raises `TierUnavailable` where the memory can't be had, or where the slots are smaller than the chunks: an
+        earlier engine of this host has smaller ones.
+        """
+        async with self._making:
+            if self.hierarchy is None:
+                loop = asyncio.get_running_loop()
+                arena = await loop.run_in_executor(self._threads, Arena, self.quota_bytes, slot_bytes_for(chunk_bytes))
+                self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic)
+        if chunk_bytes > self.hierarchy.arena.slot_bytes:
+            raise TierUnavailable(
+                f"chunks of {chunk_bytes:,} bytes don't fit this host's slots of {self.hierarchy.arena.slot_bytes:,} "
+                "bytes, sized for the engine that came first; run engines of one model and layout on a host"
+            )
+        return self.hierarchy
+
+    def account(self) -> None:
+        """Bring the gauge of bytes in use, and the work-ahead eviction, up to date after a change."""
+        if self.hierarchy is None:
+            return
+        arena = self.hierarchy.arena
+        self._metrics.bytes_used.labels("dram").set(arena.used_bytes)
+        if arena.free_slots < arena.slots // FREE_SLOTS_FRACTION:
+            self._free_low.set()
+
+    async def commit(self, holder: Hashable, number: int) -> PutOutcome:
+        """Check a filled slot's own bytes, off the event loop, then index and announce the chunk."""
+        hierarchy = self.hierarchy
+        reservation = hierarchy.begin_commit(holder, number) if hierarchy is not None else None
+        if hierarchy is None or reservation is None:
+            return PutOutcome.REFUSED
+        return await asyncio.shield(self._group.create_task(self._finish(hierarchy, reservation)))
+
+    def recheck(self, entry: Entry) -> None:
+        """A reader found a chunk wrong: look at its slot, and drop the chunk if its bytes are bad."""
+        hierarchy = self.hierarchy
+        if hierarchy is not None and entry.is_indexed:
+            self._group.create_task(self._recheck(hierarchy, entry))
+
+    async def keep_free(self) -> None:
+        """Keep a few slots free, until cancelled: withdraw the oldest chunks, wait a moment, then free their slots.
+
+        A put that finds no slot evicts without waiting: this loop makes that rare.
+        """
+        while True:
+            await self._free_low.wait()
+            self._free_low.clear()
+            hierarchy = self.hierarchy
+            if hierarchy is None:
+                continue
+            wanted = hierarchy.arena.slots // FREE_SLOTS_FRACTION - hierarchy.arena.free_slots
+            victims = hierarchy.take_victims(min(max(wanted, 0), VICTIMS_PER_STEP_MAX))
+            if not victims:
+                continue
+            try:
+                await self._withdrawn([key for each in victims if (key := each.label.directory_key) is not None])
+            finally:
+                hierarchy.free(victims)
+            self._metrics.evictions.labels("dram", "quota").inc(len(victims))
+            self.account()
+
+    async def close(self) -> None:
+        """Wait for checks under way, then give the memory back."""
+        await asyncio.to_thread(self._threads.shutdown)
+        if self.hierarchy is not None:
+            self.hierarchy.arena.close()
+            self.hierarchy = None
+
+    async def _finish(self, hierarchy: Hierarchy, reservation: Reservation) -> PutOutcome:
+        checksum = await self._digest(hierarchy.arena, reservation.slot, reservation.length)
+        outcome = hierarchy.finish_commit(reservation, checksum)
+        if outcome is PutOutcome.CORRUPT:
+            self._metrics.checksum_failures.inc()
+            logger.warning("a put was refused: its slot doesn't hold the bytes that were promised")
+        if outcome is PutOutcome.STORED:
+            self._metrics.write_bytes.labels("dram").inc(reservation.length)
+        self.account()
+        return outcome
+
+    async def _recheck(self, hierarchy: Hierarchy, entry: Entry) -> None:
+        # The check holds the chunk as a reader does: its slot can't be reused while it is looked at.
+        if not entry.is_indexed:
+            return
+        opened = hierarchy.open_run([entry.label.storage_key], self)
+        try:
+            checksum = await self._digest(hierarchy.arena, entry.slot, entry.length)
+        finally:
+            hierarchy.close(self, [each.reference for each in opened])
+        if checksum != entry.checksum:
+            self._metrics.checksum_failures.inc()
+            self._metrics.evictions.labels("dram", "corrupt").inc()
+            logger.error("a stored chunk's bytes have changed; it is dropped and withdrawn")
+            hierarchy.drop(entry)
+            self.account()
+
+    async def _digest(self, arena: Arena, slot: int, length: int) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+
+
+def _digest_of(arena: Arena, slot: int, length: int) -> bytes:
+    with arena.view(slot, length) as view:
+        return xxhash.xxh3_128_digest(view)

@@ -1,0 +1,89 @@
+"""Which chunks go first. Pure: no clock, no I/O.
+
+Least recently used, with one rule more: touching a chunk touches its known ancestors *after* it, so that the walk of
+a hit ends at the root. A parent is then never older than its child, chains are eaten from their leaves, and matched
+prefixes stay unbroken, without any list of children. A touch costs as many steps as the chain is long.
+
+A chunk that is held (referenced) when its turn comes is skipped, and that counts as a touch: it is in use, and its
+ancestors must not go before it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+
+class EvictionPolicy(Protocol):
+    """Keeps chunks in the order in which they should go."""
+
+    def add(self, key: bytes, parent: bytes | None, position: int) -> None:
+        """A chunk was stored; it is new, or replaces itself."""
+        ...
+
+    def touch(self, key: bytes) -> None:
+        """A chunk was used, and with it its ancestors. An unknown key is ignored."""
+        ...
+
+    def remove(self, key: bytes) -> None:
+        """A chunk is gone. An unknown key is ignored."""
+        ...
+
+    def take_victims(self, count: int, is_held: Callable[[bytes], bool]) -> list[bytes]:
+        """Up to `count` chunks that should go, oldest first; they are removed. Held ones are left."""
+        ...
+
+    def newest_first(self) -> Iterator[bytes]:
+        """All keys, most recently used first."""
+        ...
+
+
+class _Link(NamedTuple):
+    parent: bytes | None
+    position: int
+
+
+class Lru:
+    """Least recently used, ancestors touched last."""
+
+    def __init__(self) -> None:
+        self._links: OrderedDict[bytes, _Link] = OrderedDict()
+
+    def add(self, key: bytes, parent: bytes | None, position: int) -> None:
+        """See `EvictionPolicy`."""
+        self._links[key] = _Link(parent, position)
+        self.touch(key)
+
+    def touch(self, key: bytes) -> None:
+        """See `EvictionPolicy`. The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
+        link = self._links.get(key)
+        while link is not None:
+            self._links.move_to_end(key)
+            if link.parent is None:
+                return
+            key, above = link.parent, self._links.get(link.parent)
+            link = above if above is not None and above.position == link.position - 1 else None
+
+    def remove(self, key: bytes) -> None:
+        """See `EvictionPolicy`."""
+        self._links.pop(key, None)
+
+    def take_victims(self, count: int, is_held: Callable[[bytes], bool]) -> list[bytes]:
+        """See `EvictionPolicy`. Looks at each chunk at most once."""
+        victims: list[bytes] = []
+        for _ in range(len(self._links)):
+            if len(victims) >= count:
+                break
+            oldest = next(iter(self._links))
+            if is_held(oldest):
+                self.touch(oldest)
+            else:
+                del self._links[oldest]
+                victims.append(oldest)
+        return victims
+
+    def newest_first(self) -> Iterator[bytes]:
+        """See `EvictionPolicy`."""
+        return reversed(self._links)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}

@@ -1,0 +1,188 @@
+"""An agent in a thread of its own, for tests that speak to it as engines do; and faster time for its directory."""
+
+import asyncio
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from directory.costs import ModelShape
+from directory.identity import Identity
+from directory.interface import DirectoryWriter
+from directory.memory import MemoryDirectory
+from directory.placements import unpack_holders
+from nodeagent.agent import Agent
+from nodeagent.client import ChunkClient, ChunkLabel, EngineHello
+from nodeagent.config import AgentConfig
+
+SPEED = 25.0
+"""How much faster than the wall the directory's time runs: a life settles in a tenth of a second."""
+
+WAIT_S = 15.0
+CHUNK_BYTES = 8_192
+SLOTS = 8
+CLIENT = b"c" * 16
+
+Value = TypeVar("Value")
+
+
+def fast_clock() -> float:
+    return time.monotonic() * SPEED
+
+
+async def fast_sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds / SPEED)
+
+
+def eventually(is_true: Callable[[], Any], what: str = "the condition", wait_s: float = WAIT_S) -> None:
+    """Wait, with a bound, until something is true."""
+    pause = threading.Event()
+    deadline = time.monotonic() + wait_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"{what} did not come true within {wait_s} s"
+        pause.wait(0.01)
+
+
+class RunningAgent:
+    """An `Agent` on a `MemoryDirectory` (or another), in a thread."""
+
+    def __init__(self, config: AgentConfig, directory: DirectoryWriter) -> None:
+        self.config = config
+        self.directory = directory
+        self.agent: Agent
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="agent")
+        self._thread.start()
+        assert self._ready.wait(WAIT_S)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.agent.stop)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        assert self._failure is None
+
+    def call(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_S)
+
+    def on_loop(self, function: Callable[[], Value]) -> Value:
+        async def call() -> Value:
+            return function()
+
+        return self.call(call())
+
+    def status(self) -> dict[str, Any]:
+        return self.on_loop(self.agent.status)
+
+    def tier(self) -> dict[str, int]:
+        tier: dict[str, int] = self.status()["tiers"]["dram"]
+        return tier
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.on_loop(lambda: self.agent._metrics.registry.get_sample_value(name, labels)) or 0.0
+
+    def believed(self, key: bytes) -> int:
+        """In which tiers the living hold `key`, according to the directory."""
+        return self.call(believed(self.directory, key))
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - the starting thread raises it
+            self._failure = error
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self.agent = Agent(self.config, self.directory, clock=fast_clock, sleep=fast_sleep)
+        await self.agent.run(self._ready.set)
+
+
+async def believed(directory: Any, key: bytes) -> int:
+    living = {member.incarnation for member in await directory.members() if member.is_live}
+    record = (await directory.lookup([key], 1.0)).records[0]
+    mask = 0
+    for holder, tiers in unpack_holders(record or b""):
+        mask |= tiers if holder in living else 0
+    return mask
+
+
+@contextmanager
+def running_agent(
+    folder: Path, *, dram_bytes: int | None = None, directory: DirectoryWriter | None = None, host: str = "host-1"
+) -> Iterator[RunningAgent]:
+    quota = dram_bytes if dram_bytes is not None else 4_096 + SLOTS * CHUNK_BYTES
+    config = AgentConfig(host=host, door=str(folder / "door.sock"), redis_url="redis://unused", dram_bytes=quota)
+    agent = RunningAgent(config, directory or MemoryDirectory(fast_clock))
+    try:
+        yield agent
+    finally:
+        agent.stop()
+
+
+def make_hello(name: str = "engine-1", /, **changes: Any) -> EngineHello:
+    fields: dict[str, Any] = {
+        "engine": name,
+        "url": "http://127.0.0.1:9",
+        "models": ("tiny",),
+        "identity": Identity("tiny", "w" * 8, "t" * 8, "float32", "test-1", 1),
+        "tp_rank": 0,
+        "shape": ModelShape(1e6, 2, 8, 32),
+        "chunk_tokens": 16,
+        "chunk_bytes": CHUNK_BYTES,
+        "context_tokens": 128,
+        "tokenizer_files": {"tokenizer.json": b"{}"},
+        "flops": 1e9,
+    }
+    return EngineHello(**(fields | changes))
+
+
+def storage_key(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def label(name: str, parent: str | None = None, position: int = 0) -> ChunkLabel:
+    key = storage_key(name)
+    return ChunkLabel(key, key[:16], storage_key(parent) if parent is not None else None, position)
+
+
+def payload(name: str, length: int = CHUNK_BYTES) -> memoryview:
+    digest = hashlib.sha256(name.encode()).digest()
+    return memoryview((digest * (length // len(digest) + 1))[:length])
+
+
+@contextmanager
+def connected(
+    agent_door: str, hello: EngineHello | None = None, gpu: list[bytes] | None = None
+) -> Iterator[ChunkClient]:
+    inventory = gpu if gpu is not None else []
+    client = ChunkClient(agent_door, hello or make_hello(), lambda: list(inventory))
+    try:
+        assert client.wait_connected(WAIT_S)
+        yield client
+    finally:
+        client.stop()
+
+
+def read(client: ChunkClient, name: str) -> bytes | None:
+    """The bytes of one chunk through the door, or `None` for a miss."""
+    chunks = client.open([storage_key(name)], WAIT_S)
+    if not chunks:
+        return None
+    target = bytearray(chunks[0].length)
+    try:
+        return bytes(target) if client.read_into(chunks[0], memoryview(target)) else None
+    finally:
+        client.close(chunks)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,133 @@
+"""The DRAM tier works ahead: chunks are withdrawn before their slots are free, and no put ever waits for that."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+import xxhash
+
+from nodeagent.errors import TierUnavailable
+from nodeagent.messages import PutOutcome
+from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers.dram import FREE_SLOTS_FRACTION, DramTier
+from tests.nodeagent.running import CHUNK_BYTES, label, payload, storage_key
+
+SLOTS = 2 * FREE_SLOTS_FRACTION
+
+
+class Withdrawals:
+    """A directory that hears of withdrawals when the test lets it."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.let = asyncio.Event()
+
+    async def __call__(self, keys) -> None:
+        self.asked.extend(keys)
+        await self.let.wait()
+
+
+@asynccontextmanager
+async def tier_with(withdrawn, changes, metrics=None, slots=SLOTS):
+    async with asyncio.TaskGroup() as group:
+        tier = DramTier(4_096 + slots * CHUNK_BYTES, changes.__setitem__, withdrawn, group, metrics or AgentMetrics())
+        loop = group.create_task(tier.keep_free())
+        try:
+            yield tier
+        finally:
+            loop.cancel()
+            await asyncio.wait([loop])
+            await tier.close()
+
+
+async def put(tier, name, holder="p") -> PutOutcome:
+    hierarchy = await tier.ensure(CHUNK_BYTES)
+    data = payload(name)
+    granted = hierarchy.reserve(label(name), CHUNK_BYTES, xxhash.xxh3_128_digest(data), holder)
+    tier.account()
+    if granted.reservation is None:
+        return granted.outcome
+    with hierarchy.arena.view(granted.reservation.slot, CHUNK_BYTES) as slot:
+        slot[:] = data
+    return await tier.commit(holder, granted.reservation.number)
+
+
+async def test_a_chunk_is_withdrawn_before_its_slot_is_free_and_puts_do_not_wait():
+    withdrawals, changes = Withdrawals(), {}
+    async with tier_with(withdrawals, changes) as tier:
+        for number in range(SLOTS):
+            assert await put(tier, f"{number}") is PutOutcome.STORED
+        hierarchy = tier.hierarchy
+        first = storage_key("0")
+        assert first[:16] in withdrawals.asked
+        assert changes[first[:16]] == 0
+        assert hierarchy.contains_run([first]) == 0, "nobody finds it any more"
+        assert len(hierarchy) + hierarchy.arena.free_slots < SLOTS, "but its slot isn't free yet"
+        for number in range(SLOTS, SLOTS + 10):
+            assert await put(tier, f"{number}") is PutOutcome.STORED
+        withdrawals.let.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert hierarchy.arena.free_slots >= SLOTS // FREE_SLOTS_FRACTION
+        assert len(hierarchy) + hierarchy.arena.free_slots == SLOTS
+
+
+async def test_the_quota_holds_and_evictions_are_counted():
+    async def at_once(keys) -> None:
+        return
+
+    metrics, changes = AgentMetrics(), {}
+    async with tier_with(at_once, changes, metrics) as tier:
+        for number in range(3 * SLOTS):
+            assert await put(tier, f"{number}") is PutOutcome.STORED
+            assert tier.used_bytes <= SLOTS * CHUNK_BYTES
+        stored = {key for key, mask in changes.items() if mask}
+        assert stored == {storage_key(f"{number}")[:16] for number in range(3 * SLOTS - len(stored), 3 * SLOTS)}
+        evicted = metrics.registry.get_sample_value("warmroute_evictions_total", {"tier": "dram", "reason": "quota"})
+        assert evicted >= SLOTS
+        used = metrics.registry.get_sample_value("warmroute_tier_bytes_used", {"tier": "dram"})
+        assert used == tier.used_bytes
+
+
+async def test_several_engines_that_come_at_once_share_one_arena():
+    async with tier_with(Withdrawals(), {}) as tier:
+        made = await asyncio.gather(*(tier.ensure(CHUNK_BYTES) for _ in range(5)))
+        assert len({id(each) for each in made}) == 1
+
+
+async def test_larger_chunks_than_the_first_engines_are_refused_and_smaller_ones_fit():
+    async with tier_with(Withdrawals(), {}) as tier:
+        await tier.ensure(CHUNK_BYTES)
+        await tier.ensure(CHUNK_BYTES - 5_000)
+        with pytest.raises(TierUnavailable, match="came first"):
+            await tier.ensure(CHUNK_BYTES + 1)
+
+
+async def test_a_refused_size_may_be_followed_by_one_that_fits():
+    async with tier_with(Withdrawals(), {}) as tier:
+        with pytest.raises(TierUnavailable, match="holds no slot"):
+            await tier.ensure(10 * SLOTS * CHUNK_BYTES)
+        await tier.ensure(CHUNK_BYTES)
+        assert tier.hierarchy.arena.slots == SLOTS
+
+
+async def test_a_commit_that_nobody_waits_for_any_more_still_ends():
+    async with tier_with(Withdrawals(), {}) as tier:
+        hierarchy = await tier.ensure(CHUNK_BYTES)
+        data = payload("a")
+        granted = hierarchy.reserve(label("a"), CHUNK_BYTES, xxhash.xxh3_128_digest(data), "p")
+        with hierarchy.arena.view(granted.reservation.slot, CHUNK_BYTES) as slot:
+            slot[:] = data
+        waiting = asyncio.create_task(tier.commit("p", granted.reservation.number))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        while hierarchy.open_reservations:
+            await asyncio.sleep(0)
+        assert hierarchy.contains_run([storage_key("a")]) == 1
+
+
+async def test_a_commit_of_nothing_is_refused():
+    async with tier_with(Withdrawals(), {}) as tier:
+        assert await tier.commit("p", 1) is PutOutcome.REFUSED
+        await tier.ensure(CHUNK_BYTES)
+        assert await tier.commit("p", 1) is PutOutcome.REFUSED

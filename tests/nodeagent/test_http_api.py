@@ -1,0 +1,59 @@
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nodeagent.files import FileShelf
+from nodeagent.http_api import create_api
+from nodeagent.metrics import AgentMetrics
+
+NAMES = {
+    "warmroute_tier_tokens_requested",
+    "warmroute_tier_hit_tokens",
+    "warmroute_tier_bytes_used",
+    "warmroute_tier_bytes_limit",
+    "warmroute_tier_read_seconds",
+    "warmroute_tier_write_bytes",
+    "warmroute_checksum_failures",
+    "warmroute_evictions",
+    "warmroute_admission_refused",
+    "warmroute_announced_chunks",
+    "warmroute_announce_lag_seconds",
+    "warmroute_degraded",
+}
+
+
+@pytest.fixture
+def state():
+    return {"ready": False}
+
+
+@pytest.fixture
+async def http(state):
+    files = FileShelf()
+    state["named"] = files.keep("engine", {"tokenizer.json": b"content"})
+    api = create_api(files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://agent") as client:
+        yield client
+
+
+async def test_it_is_alive_before_it_is_ready(http, state):
+    assert (await http.get("/healthz")).status_code == 200
+    assert (await http.get("/readyz")).status_code == 503
+    state["ready"] = True
+    assert (await http.get("/readyz")).status_code == 200
+
+
+async def test_a_file_is_served_by_its_digest_alone(http, state):
+    answer = await http.get(f"/files/{state['named']['tokenizer.json']}")
+    assert (answer.status_code, answer.content) == (200, b"content")
+    for other in ("0" * 64, "tokenizer.json", "..%2f..%2fetc%2fpasswd"):
+        assert (await http.get(f"/files/{other}")).status_code == 404
+
+
+async def test_the_metrics_that_dashboards_rely_on_are_there(http):
+    text = (await http.get("/metrics")).text
+    assert not NAMES - {family.name for family in text_string_to_metric_families(text)}
+
+
+async def test_the_status_is_json(http):
+    assert (await http.get("/status")).json() == {"host": "h"}
