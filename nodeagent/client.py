@@ -5,7 +5,8 @@ here": an engine that loses its agent computes what it would have loaded. A back
 reports the whole `gpu` inventory, and does so again whenever the connection was lost.
 
 References outlive a lost connection, because the bytes are still mapped. The next connection begins by saying what is
-still held, so what was granted in answers that got lost is given back. After a restart of the agent there is nothing to give back; chunks opened before are then simply misses or stay readable.
+still held, so what was granted in answers that got lost is given back. After a restart of the agent there is nothing
+to give back; chunks opened before stay readable or are misses.
 """
 
 import enum
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import xxhash
 
@@ -51,6 +52,7 @@ from nodeagent.messages import (
     Reserved,
     Welcome,
 )
+from nodeagent.opened_chunk import OpenedChunk, Reference
 
 RECONNECT_MIN_S = 0.1
 RECONNECT_MAX_S = 2.0
@@ -63,28 +65,6 @@ OWED_MAX = 65_536
 logger = logging.getLogger(__name__)
 
 __all__ = ["ChunkClient", "ChunkLabel", "EngineHello", "OpenedChunk", "PutResult"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """One run of the agent, and the number it knows a reference by."""
-
-    life: bytes
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedChunk:
-    """A chunk that the host holds, and goes on holding until it is closed. `length` counts bytes."""
-
-    storage_key: bytes
-    tier: str
-    length: int
-    reference: _Reference = field(repr=False)
-    slot: int = field(repr=False)
-    generation: int = field(repr=False)
-    checksum: bytes = field(repr=False)
-    arena: ArenaMap = field(repr=False, compare=False)
 
 
 class PutResult(enum.Enum):
@@ -127,7 +107,7 @@ class ChunkClient:
         self._attachment: _Attachment | None = None
         self._link: Link | None = None
         self._life: bytes | None = None
-        self._reads: dict[_Reference, _Read] = {}
+        self._reads: dict[Reference, _Read] = {}
         self._filling: set[int] = set()
         self._owed: deque[Message] = deque(maxlen=OWED_MAX)
         self._gpu_changes: dict[bytes, bool] = {}
@@ -163,7 +143,7 @@ class ChunkClient:
                 key,
                 Tier.DRAM.label,
                 each.length,
-                _Reference(attachment.life, each.reference),
+                Reference(attachment.life, each.reference),
                 each.slot,
                 each.generation,
                 each.checksum,
@@ -321,7 +301,7 @@ class ChunkClient:
         if isinstance(answer, Opened) and answer.chunks:
             if is_awaited:
                 with self._lock:
-                    self._reads.update((_Reference(life, each.reference), _Read()) for each in answer.chunks)
+                    self._reads.update((Reference(life, each.reference), _Read()) for each in answer.chunks)
             else:
                 self._give_back(life, Close([], [each.reference for each in answer.chunks], 0, 0.0))
         elif isinstance(answer, Reserved) and answer.outcome is PutOutcome.GRANTED:

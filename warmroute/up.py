@@ -33,7 +33,7 @@ async def _run(options: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    running = asyncio.create_task(_serve(fleet_options, options, stop))
+    running = asyncio.create_task(_serve(fleet_options, options))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
@@ -45,7 +45,8 @@ async def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(fleet_options: FleetOptions, options: argparse.Namespace, stop: asyncio.Event) -> None:
+async def _serve(fleet_options: FleetOptions, options: argparse.Namespace) -> None:
+    """Serve until cancelled, or to the demo's end."""
     async with local_fleet(fleet_options, _say) as fleet:
         if options.demo:
             rows = await play(fleet, _say)
@@ -53,7 +54,7 @@ async def _serve(fleet_options: FleetOptions, options: argparse.Namespace, stop:
         if options.exit:
             return
         print(_how_to_send(fleet), flush=True)
-        await stop.wait()
+        await asyncio.Event().wait()
 
 
 def _how_to_send(fleet: LocalFleet) -> str:

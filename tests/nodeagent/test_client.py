@@ -9,7 +9,8 @@ import pytest
 
 from nodeagent import client as client_module
 from nodeagent.client import ChunkClient, ChunkLabel, PutResult
-from nodeagent.messages import Reserve
+from nodeagent.link import Link
+from nodeagent.messages import Opened, Reserve
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     SLOTS,
@@ -257,6 +258,23 @@ def test_an_answer_that_comes_too_late_is_given_back(agent, client):
     eventually(lambda: agent.metric("warmroute_tier_tokens_requested_total") == 16, "the late open")
     eventually(lambda: agent.tier()["references"] == 0, "the reference given back")
     eventually(lambda: agent.tier()["reservations"] == 0, "the reservation given back")
+
+
+def test_what_was_granted_in_an_answer_that_got_lost_is_given_back_and_what_is_held_stays(agent, client, monkeypatch):
+    for name in "ab":
+        put(client, name)
+    held = client.open([storage_key("a")], WAIT_S)
+    deliver = Link._deliver
+    monkeypatch.setattr(Link, "_deliver", lambda self, message: isinstance(message, Opened) or deliver(self, message))
+    assert client.open([storage_key("b")], 0.1) == []
+    eventually(lambda: agent.tier()["references"] == 2, "the grant")
+    monkeypatch.undo()
+    client._attachment.link.shut()
+    eventually(lambda: agent.tier()["references"] == 1, "the lost reference given back")
+    target = bytearray(CHUNK_BYTES)
+    assert client.read_into(held[0], memoryview(target))
+    client.close(held)
+    eventually(lambda: agent.tier()["references"] == 0, "the close")
 
 
 def test_calls_end_within_their_time_when_the_agent_hangs(tmp_path):

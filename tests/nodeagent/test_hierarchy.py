@@ -276,6 +276,15 @@ class HierarchyAgainstModel(RuleBasedStateMachine):
         self.references = {number: each for number, each in self.references.items() if each[0] != holder}
         self.reservations = {number: each for number, each in self.reservations.items() if each[0] != holder}
 
+    @rule(holder=HOLDERS, data=st.data())
+    def says_what_it_holds(self, holder: str, data: st.DataObject) -> None:
+        mine = sorted(number for number, each in (self.references | self.reservations).items() if each[0] == holder)
+        kept = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
+        self.hierarchy.keep_only(holder, list(kept), list(kept))
+        gone = set(mine) - kept
+        self.references = {number: each for number, each in self.references.items() if number not in gone}
+        self.reservations = {number: each for number, each in self.reservations.items() if number not in gone}
+
     @rule(slots=st.integers(1, 3))
     def evict(self, slots: int) -> None:
         victims = self.hierarchy.take_victims(slots)
