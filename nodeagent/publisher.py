@@ -254,7 +254,14 @@ class Publisher:
         attempt = life.attempts[partition]
         states = tuple((key, self.inventory.mask(key)) for key in keys)
         batch = Batch(
-            life.incarnation, partition, attempt, states, 2 * self.walk_interval_s, self._known(life), replaces
+            incarnation=life.incarnation,
+            partition=partition,
+            attempt=attempt,
+            states=states,
+            ttl_s=2 * self.walk_interval_s,
+            known=self._known(life),
+            replaces=replaces,
+            acknowledged=life.acknowledged[partition],
         )
         self._in_flight = keys
         is_removal = not any(mask for _, mask in states)

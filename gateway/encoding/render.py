@@ -36,7 +36,8 @@ class ReferenceRenderer:
         environment.globals["raise_exception"] = _raise_exception
         self._template = environment.from_string(template)
         self._maps_developer = "developer" not in template
-        self._special_tokens = {name: special_tokens[name] for name in ("bos_token", "eos_token")}
+        tokens = {name: special_tokens.get(name) for name in ("bos_token", "eos_token")}
+        self._special_tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """The prompt's text for a chat request's fields. Raises `Uncertain`."""
