@@ -36,7 +36,7 @@ fmt: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/python -m bench.hit
+	$(BIN)/python -m bench.first_light
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
