@@ -56,12 +56,18 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request as it arrived: what was read of it, and its headers, with a request id among them."""
+    """A request as it arrived: what was read of it, its headers with a request id among them, and its query string."""
 
     request: InferenceRequest
     headers: Headers
     arrived_at: float
+    query: bytes = b""
     wants_explanation: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path and query to ask an engine for."""
+        return f"{self.request.endpoint}?{self.query.decode('latin-1')}" if self.query else self.request.endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +210,8 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s)
         answer: Answer | None = None
         try:
-            answer = await self._upstream.send(view.registration.url, request.endpoint, incoming.headers, request.body)
+            url = view.registration.url + incoming.path
+            answer = await self._upstream.send(url, incoming.headers, request.body)
             self._ledger.first_byte(booking)
             if may_retry and answer.status in RETRY_STATUSES:
                 return EngineFailed(f"answered with status {answer.status}")

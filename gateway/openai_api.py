@@ -74,7 +74,7 @@ class OpenAiApi:
         sink = AsgiSink(send, _request_id(headers))
         path, method = scope["path"], scope["method"]
         if path in (CHAT, COMPLETIONS) and method == "POST":
-            await self._infer(path, headers, receive, sink)
+            await self._infer(path, scope["query_string"], headers, receive, sink)
         elif path == "/v1/models" and method in ("GET", "HEAD"):
             await _answer(sink, 200, self._models())
         elif path in ("/healthz", "/readyz"):
@@ -83,13 +83,15 @@ class OpenAiApi:
         else:
             await _answer(sink, NotFound.status, NotFound(f"{method} {path} is not served here").body())
 
-    async def _infer(self, path: str, headers: Headers, receive: Receive, sink: AsgiSink) -> None:
+    async def _infer(self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink) -> None:
         """Serve and count: 499 where the client went away first."""
-        model, is_gone = await self._serve(path, headers, receive, sink)
+        model, is_gone = await self._serve(path, query, headers, receive, sink)
         status = CLIENT_GONE if is_gone else sink.status or 500
         self._metrics.requests.labels(model if model in self._fleet.models_seen else "other", path, status).inc()
 
-    async def _serve(self, path: str, headers: Headers, receive: Receive, sink: AsgiSink) -> tuple[str, bool]:
+    async def _serve(
+        self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink
+    ) -> tuple[str, bool]:
         """The model asked for, and whether the client went away."""
         arrived_at, model = self._clock(), ""
         try:
@@ -98,7 +100,8 @@ class OpenAiApi:
                 return model, True
             request = parse_request(path, body)
             model = request.model
-            incoming = Incoming(request, _with_request_id(headers, sink), arrived_at, _wants_explanation(headers))
+            kept = _with_request_id(headers, sink)
+            incoming = Incoming(request, kept, arrived_at, query, _wants_explanation(headers))
             if not await _unless_gone(self._completion.serve(incoming, sink), receive):
                 return model, True
         except GatewayError as error:

@@ -121,17 +121,17 @@ class Upstream:
         for session in self._sessions or ():
             await session.close()
 
-    async def send(self, base_url: str, path: str, headers: Headers, body: bytes) -> Answer:
+    async def send(self, url: str, headers: Headers, body: bytes) -> Answer:
         """Send a POST and wait for the first piece of the answer's body. Raises `EngineFailed`."""
         assert self._sessions is not None, "entered"
         pooled, fresh = self._sessions
         reused = SimpleNamespace(connection=False)
         try:
-            return await self._send_once(pooled, base_url + path, headers, body, reused)
+            return await self._send_once(pooled, url, headers, body, reused)
         except EngineFailed as failure:
             if not (failure.is_connection and reused.connection):
                 raise
-        return await self._send_once(fresh, base_url + path, headers, body, reused)
+        return await self._send_once(fresh, url, headers, body, reused)
 
     async def _send_once(
         self, session: aiohttp.ClientSession, url: str, headers: Headers, body: bytes, reused: SimpleNamespace

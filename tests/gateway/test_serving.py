@@ -106,6 +106,18 @@ async def test_a_salt_shares_no_chunk_with_the_unsalted_prompt(client: httpx.Asy
         assert answer.headers["x-warmroute-matched-tokens"] == "0"
 
 
+async def test_the_query_string_reaches_the_engine(client: httpx.AsyncClient) -> None:
+    seen: list[str] = []
+
+    async def note(engine: MockEngine, request: Any, fields: Any) -> Any:
+        seen.append(request.path_qs)
+        return await mock.answer_well(engine, request, fields)
+
+    async with MockEngine("a", note) as engine, gateway_for([engine]) as gateway:
+        await client.post(gateway.url + CHAT + "?api-version=1&x=%20y", json=body(CHAT))
+    assert seen == [CHAT + "?api-version=1&x=%20y"]
+
+
 async def test_no_explanation_is_sent_unasked(client: httpx.AsyncClient) -> None:
     async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
         answer = await client.post(gateway.url + CHAT, json=body(CHAT))
