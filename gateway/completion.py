@@ -10,6 +10,7 @@ from typing import Protocol
 from directory.costs import Rates, prefill_s
 from directory.identity import Scope
 from directory.placements import NO_MATCH
+from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, read_usage
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
 from gateway.errors import (
@@ -77,6 +78,7 @@ class Prepared:
     encoding: Encoding
     affinity: bytes
     holders: Holders
+    without_placements: str = ""
 
 
 class Completion:
@@ -99,7 +101,7 @@ class Completion:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
         request = incoming.request
         views = self._serving(request.model)
-        prepared = await self._prepare(request, views)
+        prepared = await self._prepare(incoming, views)
         tried: set[str] = set()
         failure: EngineFailed | None = None
         while len(tried) < ATTEMPTS_MAX:
@@ -136,12 +138,19 @@ class Completion:
         kind = UpstreamTimeout if failure.is_timeout else UpstreamError
         return kind(f"every engine tried for {model!r} failed; the last one {failure}")
 
-    async def _prepare(self, request: InferenceRequest, views: Sequence[EngineView]) -> Prepared:
+    async def explain(self, incoming: Incoming) -> tuple[Prepared, RoutingDecision]:
+        """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
+        views = self._serving(incoming.request.model)
+        prepared = await self._prepare(incoming, views)
+        return prepared, self._route(prepared, views)
+
+    async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
+        request = incoming.request
         with self._stage("encode"):
             encoding = await self._encode(request, views)
         if encoding.tokens is None:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
-            return Prepared(encoding, hashlib.sha256(request.body).digest(), Holders())
+            return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
         self._metrics.prompt_tokens.labels(request.model).inc(encoding.prompt_tokens)
         with self._stage("keys"):
             chains = chain_chunks(views, encoding.tokens, Scope(salt=request.cache_salt))
@@ -150,11 +159,12 @@ class Completion:
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
-        return Prepared(encoding, first_key or hashlib.sha256(encoding.tokens).digest(), holders)
+        affinity = first_key or hashlib.sha256(encoding.tokens).digest()
+        return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable")
 
     async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
         for view in views:
-            encoder = self._encoders.find(view.registration)
+            encoder = self._encoders.find(view.registration) if view.registration else None
             if encoder is not None:
                 return await encoder.encode(request)
         return unencoded(request, "no_tokenizer")
@@ -167,7 +177,7 @@ class Completion:
         if not self._fleet.is_directory_known():
             return Holders(is_known=False, degraded="directory_unavailable")
         rates = views[0].rates or Rates(NEUTRAL_FLOPS)
-        expected_s = prefill_s(views[0].registration.shape, rates, prompt_tokens)
+        expected_s = prefill_s(views[0].shape, rates, prompt_tokens)
         started_at = self._clock()
         holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
         self._metrics.lookup.observe(self._clock() - started_at)
@@ -180,9 +190,9 @@ class Completion:
             candidates = tuple(
                 Candidate(
                     engine=view.engine,
-                    shape=view.registration.shape,
+                    shape=view.shape,
                     rates=view.rates,
-                    chunk_tokens=view.registration.chunk_tokens,
+                    chunk_tokens=view.chunk_tokens,
                     match=prepared.holders.matches.get(view.engine, NO_MATCH),
                     wait_s=self._ledger.wait_s(view.engine),
                     prefills=self._ledger.prefills(view.engine),
@@ -191,7 +201,9 @@ class Completion:
                 for view in views
             )
             decision = route(
-                RoutingQuery(prepared.encoding.prompt_tokens, prepared.affinity, candidates, prepared.holders.is_known)
+                RoutingQuery(
+                    prepared.encoding.prompt_tokens, prepared.affinity, candidates, prepared.without_placements
+                )
             )
         self._metrics.decisions.labels(decision.reason).inc()
         return decision
@@ -210,8 +222,8 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s)
         answer: Answer | None = None
         try:
-            url = view.registration.url + incoming.path
-            answer = await self._upstream.send(url, incoming.headers, request.body)
+            url = view.url + incoming.path
+            answer = await self._upstream.send(url, incoming.headers, request.body, view.api_key)
             self._ledger.first_byte(booking)
             if may_retry and answer.status in RETRY_STATUSES:
                 return EngineFailed(f"answered with status {answer.status}")

@@ -9,30 +9,48 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from directory.costs import Rates
+from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
 from directory.interface import DirectoryReader
 from directory.members import POLL_INTERVAL_S, TERM_S, EngineRegistration, HostRegistration, Member
 from directory.placements import Reach
-from gateway.health import HealthCheck
+from gateway.config import EngineConfig
+from gateway.health import HealthCheck, Target
 
 logger = logging.getLogger(__name__)
 
 
+UNKNOWN_SHAPE = ModelShape(parameters=8e9, layers=32, d_model=4096, kv_bytes_per_token=131072)
+"""Stands for engines without an agent: an 8B model. Among themselves only the ratio of candidates counts."""
+UNKNOWN_CHUNK_TOKENS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine as the router sees it. `reach` is empty where nothing it holds is believed."""
+    """An engine as the router sees it. `reach` is empty where nothing it holds is believed.
 
-    registration: EngineRegistration
+    `registration` is `None` for an engine without an agent: nothing is known of its cache or its tokenizer.
+    """
+
+    engine: str
+    url: str
+    models: tuple[str, ...]
+    registration: EngineRegistration | None
     agent_url: str
     reach: Reach
     rates: Rates | None
     state: str = "starting"
+    api_key: str | None = None
 
     @property
-    def engine(self) -> str:
-        """Its name."""
-        return self.registration.engine
+    def shape(self) -> ModelShape:
+        """What its model's arithmetic depends on."""
+        return UNKNOWN_SHAPE if self.registration is None else self.registration.shape
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in one of its chunks."""
+        return UNKNOWN_CHUNK_TOKENS if self.registration is None else self.registration.chunk_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -49,14 +67,11 @@ class FleetTable:
 
     def serving(self, model: str) -> list[EngineView]:
         """The ready engines that serve `model`."""
-        return [view for view in self.engines.values() if view.is_ready and model in view.registration.models]
+        return [view for view in self.engines.values() if view.is_ready and model in view.models]
 
     def models(self) -> dict[str, EngineView]:
         """Every model served by a ready engine, with one such engine."""
-        return {model: view for view in self.engines.values() if view.is_ready for model in view.registration.models}
-
-
-EMPTY_TABLE = FleetTable({}, {})
+        return {model: view for view in self.engines.values() if view.is_ready for model in view.models}
 
 
 class Fleet:
@@ -73,10 +88,12 @@ class Fleet:
         clock: Callable[[], float],
         on_change: Callable[[FleetTable], None] = lambda table: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        static: Sequence[EngineConfig] = (),
     ) -> None:
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
-        self.table = EMPTY_TABLE
+        self._static = {each.engine: _static_view(each) for each in static}
+        self.table = FleetTable(dict(self._static), {})
         self.directory_state = "not read yet"
         self.models_seen: set[str] = set()
         self._believed: frozenset[bytes] = frozenset()
@@ -111,7 +128,8 @@ class Fleet:
             return
         self._believe(members, sent_at)
         hosts = _newest({member.registration.host: member for member in _hosts(members)}, _hosts(members))
-        engines = {view.engine: view for view in self._views(members, hosts)}
+        engines = {name: self.table.engines.get(name, view) for name, view in self._static.items()}
+        engines |= {view.engine: view for view in self._views(members, hosts)}
         for engine, view in self.table.engines.items():
             if engine not in engines and view.state in ("ready", "starting"):
                 engines[engine] = replace(view, reach=_nothing(engine))  # forgotten by the directory, yet alive
@@ -119,12 +137,19 @@ class Fleet:
 
     async def check_health(self) -> None:
         """Check every engine once and note who may serve."""
-        states = await self._health.check([view.registration for view in self.table.engines.values()])
-        engines = {
-            engine: replace(view, state=states[engine]) if engine in states else view
-            for engine, view in self.table.engines.items()
-        }
+        asked = {view.engine: view.url for view in self.table.engines.values()}
+        found = await self._health.check([self._target(view) for view in self.table.engines.values()])
+        engines = dict(self.table.engines)
+        for engine, health in found.items():
+            view = engines.get(engine)
+            if view is not None and view.url == asked[engine]:
+                models = view.models if view.registration else health.models or view.models
+                engines[engine] = replace(view, state=health.state, models=models)
         self._publish(engines, self.table.hosts)
+
+    def _target(self, view: EngineView) -> Target:
+        static = self._static.get(view.engine)
+        return Target(view.engine, view.url, view.models if static is None else static.models, view.api_key)
 
     async def _poll_for_ever(self) -> None:
         while True:
@@ -162,9 +187,12 @@ class Fleet:
             own = {each.incarnation for each in engines if each.registration.engine == name}  # type: ignore[union-attr]
             host_lives = {each.incarnation for each in _hosts(members) if each.registration.host == registration.host}
             before = self.table.engines.get(name)
-            is_same = before is not None and before.registration.url == registration.url
+            is_same = before is not None and before.url == registration.url
             views.append(
                 EngineView(
+                    name,
+                    registration.url,
+                    registration.models,
                     registration,
                     host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
                     Reach(name, frozenset(own) & self._believed, frozenset(host_lives) & self._believed),
@@ -177,8 +205,13 @@ class Fleet:
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
         self.table = FleetTable(dict(engines), dict(hosts))
         for view in engines.values():
-            self.models_seen.update(view.registration.models)
+            self.models_seen.update(view.models)
         self._on_change(self.table)
+
+
+def _static_view(engine: EngineConfig) -> EngineView:
+    key = engine.api_key.get_secret_value() if engine.api_key else None
+    return EngineView(engine.engine, engine.url, engine.models, None, "", _nothing(engine.engine), None, api_key=key)
 
 
 def _hosts(members: Sequence[Member]) -> list[Member]:

@@ -64,7 +64,7 @@ class OpenAiApi:
         is_draining: Callable[[], bool],
     ) -> None:
         self._completion, self._fleet, self._metrics = completion, fleet, metrics
-        self._config, self._clock, self._is_draining = config, clock, is_draining
+        self._limits, self._clock, self._is_draining = config.limits, clock, is_draining
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -117,14 +117,14 @@ class OpenAiApi:
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body, or `None` if the client went. The bound holds while reading, whatever the header says."""
-        limit = self._config.body_bytes_max
+        limit = self._limits.body_bytes_max
         too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
         for name, value in headers:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise too_large
         pieces, size = [], 0
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(self._limits.body_timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -137,7 +137,7 @@ class OpenAiApi:
                     if not message.get("more_body"):
                         break
         except TimeoutError:
-            raise RequestTimeout(f"the body didn't arrive within {self._config.body_timeout_s:g} s") from None
+            raise RequestTimeout(f"the body didn't arrive within {self._limits.body_timeout_s:g} s") from None
         if not size:
             raise InvalidRequest("the body is empty; it must be a JSON object")
         return b"".join(pieces)
@@ -149,9 +149,9 @@ class OpenAiApi:
                 "object": "model",
                 "created": 0,
                 "owned_by": "warmroute",
-                "root": view.registration.identity.model_id,
+                "root": view.registration.identity.model_id if view.registration else model,
                 "parent": None,
-                "max_model_len": view.registration.context_tokens,
+                "max_model_len": view.registration.context_tokens if view.registration else None,
             }
             for model, view in sorted(self._fleet.table.models().items())
         ]

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from directory.errors import DirectoryUnavailable
 from directory.members import TERM_S, EngineRegistration, Load, Member, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
+from gateway.config import EngineConfig
 from gateway.fleet import Fleet
 from gateway.health import FAILURES_MAX, HealthCheck
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, MODEL, engine_registration, host_registration
@@ -202,7 +204,7 @@ async def test_an_engine_that_moved_must_prove_itself_anew(setup: Setup) -> None
     setup.answers.status[B] = None
     await setup.join("a", B)
     await setup.see()
-    assert setup.fleet.table.engines["a"].registration.url == B
+    assert setup.fleet.table.engines["a"].url == B
     assert not setup.fleet.table.engines["a"].is_ready
 
 
@@ -232,6 +234,49 @@ async def test_an_engine_with_other_chunks_is_kept_apart_by_its_registration(set
     life = draw_incarnation()
     await setup.directory.register(life, engine_registration("b", B, chunk_tokens=512), ENGINE_LOAD)
     await setup.see()
-    sizes = {view.engine: view.registration.chunk_tokens for view in setup.fleet.table.engines.values()}
+    sizes = {view.engine: view.chunk_tokens for view in setup.fleet.table.engines.values()}
     assert sizes == {"a": 4, "b": 512}
     assert all(isinstance(view.registration, EngineRegistration) for view in setup.fleet.table.engines.values())
+
+
+async def test_an_engine_without_an_agent_is_asked_for_its_models(setup: Setup) -> None:
+    static = [EngineConfig(url=A), EngineConfig(url=B, name="mine", models=("other",))]
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=static)
+    setup.answers.models = ["one", "two"]
+    await fleet.refresh()
+    await fleet.check_health()
+    assert [view.engine for view in fleet.table.serving("two")] == ["a:1"]
+    assert "doesn't list its model other" in fleet.table.engines["mine"].state
+    setup.answers.models = ["other"]
+    await fleet.check_health()
+    assert [view.engine for view in fleet.table.serving("other")] == ["mine"]
+    assert fleet.models_seen == {"one", "two", "other"}
+    await fleet.refresh()
+    assert fleet.table.engines["a:1"].is_ready
+
+
+async def test_an_engine_without_a_health_path_is_well_while_it_lists_its_models(setup: Setup) -> None:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=[EngineConfig(url=A)])
+    setup.answers.status[A] = 404
+    await fleet.check_health()
+    assert fleet.table.engines["a:1"].is_ready
+    setup.answers.models = []
+    for _ in range(FAILURES_MAX):
+        await fleet.check_health()
+    assert not fleet.table.engines["a:1"].is_ready
+
+
+async def test_the_engines_own_key_is_used_for_its_checks(setup: Setup) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return setup.answers(request)
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    static = [EngineConfig(url=A, api_key=SecretStr("k"))]
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=static)
+    await fleet.check_health()
+    assert set(seen) == {"Bearer k"}
