@@ -17,6 +17,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog="warmroute gateway")
         gateway_command.add_arguments(parser)
         return gateway_command.run_command(parser.parse_args(given[1:]))
+    if given[:1] == ["directory"]:
+        from warmroute import directory_command
+
+        parser = argparse.ArgumentParser(prog="warmroute directory")
+        directory_command.add_arguments(parser)
+        return directory_command.run_command(parser.parse_args(given[1:]))
     if given[:1] == ["agent"]:
         from nodeagent.__main__ import main as agent_main
 
@@ -28,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_up(commands.add_parser("up", help="a whole fleet on this machine, with a real small model"))
     commands.add_parser("gateway", help="one gateway (see warmroute gateway --help)")
     commands.add_parser("agent", help="one node agent (see warmroute agent --help)")
+    commands.add_parser("directory", help="who is in the fleet, who holds a chunk")
     keys.add_arguments(commands.add_parser("keys", help="the chunk keys of a prompt"))
     options = parser.parse_args(given)
     if options.command == "keys":
