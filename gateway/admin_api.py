@@ -1,23 +1,34 @@
-"""The admin API on its own port: the fleet as JSON, probes, metrics. FastAPI, so it documents itself at `/docs`."""
+"""The admin API on its own port: the fleet as JSON, probes, metrics. FastAPI describes it at `/openapi.json`."""
 
 from typing import Any
 
-from fastapi import FastAPI, Response
+import orjson
+from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from directory.members import HostRegistration, Member
+from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
+from gateway.errors import GatewayError
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
+from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.routing.query import RoutingDecision, Score
 
 
 def create_admin_api(
-    fleet: Fleet, encoders: Encoders, ledger: Ledger, metrics: GatewayMetrics, is_draining: Any
+    completion: Completion,
+    fleet: Fleet,
+    encoders: Encoders,
+    ledger: Ledger,
+    metrics: GatewayMetrics,
+    is_draining: Any,
 ) -> FastAPI:
     """The application; `is_draining()` says whether the gateway is going."""
-    api = FastAPI(title="warmroute gateway: admin", version="1", openapi_url="/openapi.json")
+    # Its pages of documentation would load scripts from elsewhere: the description alone is served.
+    api = FastAPI(title="warmroute gateway: admin", version="1", docs_url=None, redoc_url=None)
 
     @api.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -47,7 +58,48 @@ def create_admin_api(
             "engines": [_engine_row(view, ledger, encoders) for _, view in sorted(table.engines.items())],
         }
 
+    @api.post("/route/explain")
+    async def explain_route(request: Request) -> Response:
+        """What would become of a chat or completion request: every candidate with each term; nothing is sent.
+
+        The body is the request itself; one with `prompt` is a completion, any other a chat.
+        """
+        body = await request.body()
+        try:
+            endpoint = COMPLETIONS if b'"prompt"' in body and b'"messages"' not in body else CHAT
+            incoming = Incoming(parse_request(endpoint, body), request.headers.raw, 0.0)
+            prepared, decision = await completion.explain(incoming)
+        except GatewayError as error:
+            return Response(error.body(), error.status, media_type="application/json")
+        return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
+
     return api
+
+
+def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any]:
+    encoding = prepared.encoding
+    return {
+        "engine": decision.ranked[0].engine,
+        "reason": decision.reason,
+        "price": decision.price,
+        "prompt_tokens": encoding.prompt_tokens,
+        "encoding": "exact" if encoding.tokens is not None else f"estimated: {encoding.reason}",
+        "directory": prepared.holders.degraded or "ok",
+        "candidates": [_score_row(score) for score in decision.ranked],
+    }
+
+
+def _score_row(score: Score) -> dict[str, Any]:
+    return {
+        "engine": score.engine,
+        "score_seconds": score.score_s,
+        "wait_seconds": score.wait_s,
+        "load_seconds": score.load_s,
+        "prefill_seconds": score.prefill_s,
+        "expected_ttft_seconds": score.expected_ttft_s,
+        "matched_tokens": score.matched_tokens,
+        "tier_tokens": {tier.label: tokens for tier, tokens in score.tier_tokens.items()},
+    }
 
 
 def _host_row(name: str, member: Member) -> dict[str, Any]:
@@ -66,18 +118,22 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
 
 def _engine_row(view: EngineView, ledger: Ledger, encoders: Encoders) -> dict[str, Any]:
     registration = view.registration
-    return {
+    row: dict[str, Any] = {
         "engine": view.engine,
-        "host": registration.host,
-        "url": registration.url,
+        "host": registration.host if registration else None,
+        "url": view.url,
         "state": view.state,
-        "models": list(registration.models),
-        "encoding": encoders.state(registration),
+        "models": list(view.models),
+        "encoding": encoders.state(registration) if registration else "no agent",
         "placements": "believed" if view.reach.own or view.reach.host else "not believed",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),
         "flops": view.rates.flops if view.rates else None,
-        "chunk_tokens": registration.chunk_tokens,
-        "key_scheme": registration.key_scheme,
-        "fleet_digest": registration.identity.fleet_digest().hex(),
     }
+    if registration is not None:
+        row |= {
+            "chunk_tokens": registration.chunk_tokens,
+            "key_scheme": registration.key_scheme,
+            "fleet_digest": registration.identity.fleet_digest().hex(),
+        }
+    return row

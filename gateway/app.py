@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import uvicorn
+from prometheus_client import disable_created_metrics
 
 from directory.members import EngineRegistration
 from directory.redis_directory import RedisDirectory
@@ -39,25 +40,33 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
     The end: readiness goes first; running requests have `drain_s` seconds (a second signal cuts that short); then the
     loops are stopped and the clients closed.
     """
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     clock = time.monotonic
-    data_socket = _listen(config.bind, config.port)
-    admin_socket = _listen(config.bind, config.admin_port)
+    data_socket = _listen(config.listen.bind, config.listen.port)
+    admin_socket = _listen(config.listen.bind, config.listen.admin)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
-        directory = RedisDirectory.connect(config.redis_url, clock=clock)
+        directory = RedisDirectory.connect(config.directory.url.get_secret_value(), clock=clock)
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         encoders = Encoders(TokenizerFiles(config.files_folder, control))
         stack.callback(encoders.close)
-        fleet = Fleet(directory, HealthCheck(control), clock, on_change=lambda table: encoders.want(_wanted(table)))
         ledger, metrics = Ledger(clock), GatewayMetrics()
+        fleet = Fleet(
+            directory,
+            HealthCheck(control),
+            clock,
+            on_change=lambda table: encoders.want(_wanted(table)),
+            static=config.engines,
+            on_name_taken=metrics.degraded.labels("name_taken").inc,
+        )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         completion = Completion(fleet, encoders, ChunkLookup(directory, clock), ledger, upstream, metrics, clock)
-        data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.drain_s)
-        admin = _server(create_admin_api(fleet, encoders, ledger, metrics, stop.is_set), 1.0)
+        data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
+        admin = _server(create_admin_api(completion, fleet, encoders, ledger, metrics, stop.is_set), 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
@@ -122,7 +131,8 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 def _wanted(table: FleetTable) -> list[tuple[EngineRegistration, str]]:
-    return [(view.registration, view.agent_url) for view in table.engines.values() if view.agent_url]
+    views = table.engines.values()
+    return [(view.registration, view.agent_url) for view in views if view.registration and view.agent_url]
 
 
 def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:

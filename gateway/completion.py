@@ -1,15 +1,18 @@
 """The story of a request: encode -> keys -> lookup -> route -> book -> forward -> settle. And nothing else."""
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from directory.costs import Rates, prefill_s
 from directory.identity import Scope
 from directory.placements import NO_MATCH
+from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, read_usage
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
 from gateway.errors import (
@@ -27,7 +30,7 @@ from gateway.openai_schema import InferenceRequest
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.router import route
 from gateway.routing.seconds import NEUTRAL_FLOPS
-from gateway.upstream import Answer, EngineFailed, Headers, Upstream
+from gateway.upstream import Answer, EngineFailed, Headers, Upstream, WholeAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Prepared:
     encoding: Encoding
     affinity: bytes
     holders: Holders
+    without_placements: str = ""
 
 
 class Completion:
@@ -99,7 +103,7 @@ class Completion:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
         request = incoming.request
         views = self._serving(request.model)
-        prepared = await self._prepare(request, views)
+        prepared = await self._prepare(incoming, views)
         tried: set[str] = set()
         failure: EngineFailed | None = None
         while len(tried) < ATTEMPTS_MAX:
@@ -116,6 +120,9 @@ class Completion:
             if failure is None:
                 return
             logger.warning("engine %s failed before its first byte: %s", view.engine, failure)
+        if failure is not None and failure.answer is not None:
+            await self._pass_on(failure.answer, sink)
+            return
         raise self._unserved(request.model, failure)
 
     def _serving(self, model: str) -> list[EngineView]:
@@ -136,13 +143,19 @@ class Completion:
         kind = UpstreamTimeout if failure.is_timeout else UpstreamError
         return kind(f"every engine tried for {model!r} failed; the last one {failure}")
 
-    async def _prepare(self, request: InferenceRequest, views: Sequence[EngineView]) -> Prepared:
+    async def explain(self, incoming: Incoming) -> tuple[Prepared, RoutingDecision]:
+        """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
+        views = self._serving(incoming.request.model)
+        prepared = await self._prepare(incoming, views)
+        return prepared, self._route(prepared, views)
+
+    async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
+        request = incoming.request
         with self._stage("encode"):
             encoding = await self._encode(request, views)
         if encoding.tokens is None:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
-            return Prepared(encoding, hashlib.sha256(request.body).digest(), Holders())
-        self._metrics.prompt_tokens.labels(request.model).inc(encoding.prompt_tokens)
+            return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
         with self._stage("keys"):
             chains = chain_chunks(views, encoding.tokens, Scope(salt=request.cache_salt))
         with self._stage("lookup"):
@@ -150,13 +163,14 @@ class Completion:
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
-        return Prepared(encoding, first_key or hashlib.sha256(encoding.tokens).digest(), holders)
+        affinity = first_key or hashlib.sha256(encoding.tokens).digest()
+        return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable")
 
     async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
         for view in views:
-            encoder = self._encoders.find(view.registration)
+            encoder = self._encoders.find(view.registration) if view.registration else None
             if encoder is not None:
-                return await encoder.encode(request)
+                return await encoder.encode(request, max(_context_tokens(each) for each in views))
         return unencoded(request, "no_tokenizer")
 
     async def _find_holders(
@@ -167,7 +181,7 @@ class Completion:
         if not self._fleet.is_directory_known():
             return Holders(is_known=False, degraded="directory_unavailable")
         rates = views[0].rates or Rates(NEUTRAL_FLOPS)
-        expected_s = prefill_s(views[0].registration.shape, rates, prompt_tokens)
+        expected_s = prefill_s(views[0].shape, rates, prompt_tokens)
         started_at = self._clock()
         holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
         self._metrics.lookup.observe(self._clock() - started_at)
@@ -180,9 +194,9 @@ class Completion:
             candidates = tuple(
                 Candidate(
                     engine=view.engine,
-                    shape=view.registration.shape,
+                    shape=view.shape,
                     rates=view.rates,
-                    chunk_tokens=view.registration.chunk_tokens,
+                    chunk_tokens=view.chunk_tokens,
                     match=prepared.holders.matches.get(view.engine, NO_MATCH),
                     wait_s=self._ledger.wait_s(view.engine),
                     prefills=self._ledger.prefills(view.engine),
@@ -191,7 +205,9 @@ class Completion:
                 for view in views
             )
             decision = route(
-                RoutingQuery(prepared.encoding.prompt_tokens, prepared.affinity, candidates, prepared.holders.is_known)
+                RoutingQuery(
+                    prepared.encoding.prompt_tokens, prepared.affinity, candidates, prepared.without_placements
+                )
             )
         self._metrics.decisions.labels(decision.reason).inc()
         return decision
@@ -207,15 +223,16 @@ class Completion:
     ) -> EngineFailed | None:
         """Send the request to one engine. A failure before the client's first byte is returned, not raised."""
         request, score = incoming.request, decision.ranked[0]
-        booking = self._ledger.book(view.engine, score.service_s)
+        booking = self._ledger.book(view.engine, score.service_s, request.stream)
         answer: Answer | None = None
         try:
-            url = view.registration.url + incoming.path
-            answer = await self._upstream.send(url, incoming.headers, request.body)
+            answer = await self._send(incoming, view, may_retry)
             self._ledger.first_byte(booking)
-            if may_retry and answer.status in RETRY_STATUSES:
-                return EngineFailed(f"answered with status {answer.status}")
             headers = answer.headers()
+            if may_retry and answer.status in RETRY_STATUSES:
+                body = await answer.read_whole()
+                kept = None if body is None else WholeAnswer(answer.status, headers, body)
+                return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
                 headers += explanation(decision)
             if answer.content_type == "text/event-stream":
@@ -223,7 +240,8 @@ class Completion:
                 usage = await self._relay_stream(answer, headers, sink)
             else:
                 usage = await self._relay_whole(answer, headers, sink)
-            self._audit(request.model, score, usage, answer.status)
+            if answer.status == 200:
+                self._audit(request.model, prepared, score, usage)
         except EngineFailed as failure:
             if failure.is_connection:
                 self._fleet.note_failure(view.engine)
@@ -233,6 +251,23 @@ class Completion:
                 answer.close()
             self._ledger.release(booking)
         return None
+
+    async def _send(self, incoming: Incoming, view: EngineView, may_leave: bool) -> Answer:
+        """Send, and wait for the first byte; leave an engine that is found unwell meanwhile, if there is another."""
+        url = view.url + incoming.path
+        try:
+            async with asyncio.timeout(None) as wait:
+                leave = partial(wait.reschedule, 0.0) if may_leave else _stay
+                with self._fleet.told_when_lost(view.engine, leave):
+                    return await self._upstream.send(url, incoming.headers, incoming.request.body, view.api_key)
+        except TimeoutError:
+            raise EngineFailed("was found unwell before its first byte") from None
+
+    async def _pass_on(self, answer: WholeAnswer, sink: Sink) -> None:
+        """An engine's own words, where no other engine could do better."""
+        await sink.start(answer.status, answer.headers)
+        await sink.write(answer.body)
+        await sink.finish()
 
     async def _relay_stream(self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink) -> Usage | None:
         """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream."""
@@ -271,9 +306,9 @@ class Completion:
         cache = "miss" if not score.matched_tokens else "hit" if score.matched_tokens * 2 >= usable else "partial"
         self._metrics.ttft.labels(incoming.request.model, cache).observe(self._clock() - incoming.arrived_at)
 
-    def _audit(self, model: str, score: Score, usage: Usage | None, status: int) -> None:
-        if status != 200:
-            return
+    def _audit(self, model: str, prepared: Prepared, score: Score, usage: Usage | None) -> None:
+        if prepared.encoding.tokens is not None:
+            self._metrics.prompt_tokens.labels(model).inc(prepared.encoding.prompt_tokens)
         for tier, tokens in score.tier_tokens.items():
             self._metrics.cached_tokens.labels(model, tier.label, "predicted").inc(tokens)
         if usage is not None and usage.cached_tokens is not None:
@@ -301,6 +336,14 @@ def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
+
+
+def _context_tokens(view: EngineView) -> int:
+    return view.registration.context_tokens if view.registration else 0
+
+
+def _stay() -> None:
+    """There is no other engine to go to: wait on."""
 
 
 async def _whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -1,10 +1,14 @@
-"""What a gateway is told at its start; everything about engines comes from the directory."""
+"""What a gateway is told at its start; everything about engines with an agent comes from the directory.
+
+Strict: an unknown key is an error. Every field says its unit; relations between fields are checked here. Where a value
+comes from (file, `WARMROUTE_*` variables, flags) is none of this module's business.
+"""
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
-from gateway.upstream import Timeouts
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 
 def cache_folder() -> Path:
@@ -13,16 +17,105 @@ def cache_folder() -> Path:
     return Path(base) / "warmroute" / "files"
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
-    """One gateway. Admin endpoints (`/fleet`, `/metrics`, ...) stand on a port of their own."""
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are refused, values never change."""
 
-    redis_url: str
-    port: int
-    admin_port: int
-    bind: str = "127.0.0.1"
-    body_bytes_max: int = 64 * 2**20
-    body_timeout_s: float = 60.0
-    drain_s: float = 30.0
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    files_folder: Path = field(default_factory=cache_folder)
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ListenConfig(Section):
+    """Where clients and operators reach the gateway."""
+
+    bind: str = Field("127.0.0.1", description="Address to listen on; only this machine reaches the default.")
+    port: int = Field(8000, ge=1, le=65535, description="The OpenAI-compatible port.")
+    admin_port: int | None = Field(
+        None, ge=1, le=65535, description="Port of /fleet, /route/explain and /metrics; one above `port`."
+    )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.admin == self.port:
+            raise ValueError(f"admin_port must differ from port ({self.port})")
+        if self.admin > 65535:
+            raise ValueError("admin_port must be given where port is 65535")
+        return self
+
+    @property
+    def admin(self) -> int:
+        """The admin port in force."""
+        return self.port + 1 if self.admin_port is None else self.admin_port
+
+
+class DirectoryConfig(Section):
+    """The fleet's directory."""
+
+    url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379"), description="redis://[user:password@]host:port, rediss:// or unix://."
+    )
+
+
+class LimitsConfig(Section):
+    """Bounds on what a client may take."""
+
+    body_bytes_max: int = Field(64 * 2**20, ge=1024, description="Largest request body, in bytes.")
+    body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request body must have arrived.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that running requests have after SIGTERM.")
+
+
+class TimeoutsConfig(Section):
+    """How long an engine may take."""
+
+    connect_s: float = Field(2.0, gt=0, description="Seconds to accept a connection.")
+    first_byte_s: float = Field(600.0, gt=0, description="Seconds until the first byte of an answer.")
+    idle_s: float = Field(120.0, gt=0, description="Seconds between two pieces of an answer.")
+
+    @model_validator(mode="after")
+    def _first_byte_after_connect(self) -> Self:
+        if self.first_byte_s < self.connect_s:
+            raise ValueError(f"first_byte_s ({self.first_byte_s:g}) must not be below connect_s ({self.connect_s:g})")
+        return self
+
+
+class EngineConfig(Section):
+    """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity."""
+
+    url: str = Field(description="Base URL without /v1, such as http://10.0.0.5:8000.")
+    name: str | None = Field(None, description="Its name in metrics and headers; its host and port if left out.")
+    models: tuple[str, ...] = Field((), description="Model ids it serves; asked for at /v1/models if left out.")
+    api_key: SecretStr | None = Field(None, description="Sent to it as a bearer token, instead of the client's.")
+
+    @field_validator("url")
+    @classmethod
+    def _is_base_url(cls, url: str) -> str:
+        scheme, _, rest = url.rstrip("/").partition("://")
+        if scheme not in ("http", "https") or not rest or "/v1" in rest or "?" in rest or "@" in rest:
+            raise ValueError("must be http://host:port or https://host:port, without /v1")
+        return url.rstrip("/")
+
+    @property
+    def engine(self) -> str:
+        """Its name."""
+        return self.name or self.url.partition("://")[2]
+
+
+class GatewayConfig(Section):
+    """One gateway."""
+
+    listen: ListenConfig = ListenConfig()
+    directory: DirectoryConfig = DirectoryConfig()
+    limits: LimitsConfig = LimitsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
+    files_folder: Path = Field(
+        default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."
+    )
+    log_level: str = Field("warning", pattern="^(debug|info|warning|error)$", description="debug to error.")
+
+    @field_validator("engines")
+    @classmethod
+    def _names_differ(cls, engines: tuple[EngineConfig, ...]) -> tuple[EngineConfig, ...]:
+        names = [engine.engine for engine in engines]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two engines are named {name!r}; give each a name of its own")
+        return engines

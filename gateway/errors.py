@@ -24,6 +24,7 @@ class GatewayError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
     code: ClassVar[str | None] = None
+    retry_after_s: ClassVar[int | None] = None
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -78,6 +79,7 @@ class NoEngineAvailable(GatewayError):
     """The model is known, and no engine that serves it is ready."""
 
     status = 503
+    retry_after_s = 1
     type = "service_unavailable"
     code = "no_engine_available"
 

@@ -5,34 +5,53 @@ whose agent has died goes on serving, routed by load, and a dead engine is left 
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from directory.costs import Rates
+from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
 from directory.interface import DirectoryReader
 from directory.members import POLL_INTERVAL_S, TERM_S, EngineRegistration, HostRegistration, Member
 from directory.placements import Reach
-from gateway.health import HealthCheck
+from gateway.config import EngineConfig
+from gateway.health import HealthCheck, Target
 
 logger = logging.getLogger(__name__)
 
 
+UNKNOWN_SHAPE = ModelShape(parameters=8e9, layers=32, d_model=4096, kv_bytes_per_token=131072)
+"""Stands for engines without an agent: an 8B model. Among themselves only the ratio of candidates counts."""
+UNKNOWN_CHUNK_TOKENS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine as the router sees it. `reach` is empty where nothing it holds is believed."""
+    """An engine as the router sees it. `reach` is empty where nothing it holds is believed.
 
-    registration: EngineRegistration
+    `registration` is `None` for an engine without an agent: nothing is known of its cache or its tokenizer.
+    """
+
+    engine: str
+    url: str
+    models: tuple[str, ...]
+    registration: EngineRegistration | None
     agent_url: str
     reach: Reach
     rates: Rates | None
     state: str = "starting"
+    api_key: str | None = None
 
     @property
-    def engine(self) -> str:
-        """Its name."""
-        return self.registration.engine
+    def shape(self) -> ModelShape:
+        """What its model's arithmetic depends on."""
+        return UNKNOWN_SHAPE if self.registration is None else self.registration.shape
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in one of its chunks."""
+        return UNKNOWN_CHUNK_TOKENS if self.registration is None else self.registration.chunk_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -49,14 +68,11 @@ class FleetTable:
 
     def serving(self, model: str) -> list[EngineView]:
         """The ready engines that serve `model`."""
-        return [view for view in self.engines.values() if view.is_ready and model in view.registration.models]
+        return [view for view in self.engines.values() if view.is_ready and model in view.models]
 
     def models(self) -> dict[str, EngineView]:
         """Every model served by a ready engine, with one such engine."""
-        return {model: view for view in self.engines.values() if view.is_ready for model in view.registration.models}
-
-
-EMPTY_TABLE = FleetTable({}, {})
+        return {model: view for view in self.engines.values() if view.is_ready for model in view.models}
 
 
 class Fleet:
@@ -73,10 +89,16 @@ class Fleet:
         clock: Callable[[], float],
         on_change: Callable[[FleetTable], None] = lambda table: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        static: Sequence[EngineConfig] = (),
+        on_name_taken: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
-        self.table = EMPTY_TABLE
+        self._on_name_taken = on_name_taken
+        self._taken: set[tuple[str, str]] = set()
+        self._watchers: dict[str, set[Callable[[], None]]] = {}
+        self._static = {each.engine: _static_view(each) for each in static}
+        self.table = FleetTable(dict(self._static), {})
         self.directory_state = "not read yet"
         self.models_seen: set[str] = set()
         self._believed: frozenset[bytes] = frozenset()
@@ -92,6 +114,18 @@ class Fleet:
         if view is not None and view.is_ready:
             self._health.distrust(engine)
             self._publish({**self.table.engines, engine: replace(view, state="failing")}, self.table.hosts)
+
+    @contextlib.contextmanager
+    def told_when_lost(self, engine: str, tell: Callable[[], None]) -> Iterator[None]:
+        """Call `tell`, once, if the engine stops being ready inside this block."""
+        watchers = self._watchers.setdefault(engine, set())
+        watchers.add(tell)
+        try:
+            yield
+        finally:
+            watchers.discard(tell)
+            if not watchers:
+                self._watchers.pop(engine, None)
 
     async def run(self) -> None:
         """Refresh until cancelled."""
@@ -110,8 +144,11 @@ class Fleet:
             self.directory_state = f"unavailable: {error}"
             return
         self._believe(members, sent_at)
-        hosts = _newest({member.registration.host: member for member in _hosts(members)}, _hosts(members))
-        engines = {view.engine: view for view in self._views(members, hosts)}
+        incumbents = {engine: view.url for engine, view in self.table.engines.items()}
+        incumbents |= {host: _place(member) for host, member in self.table.hosts.items()}
+        hosts = self._chosen(_hosts(members), incumbents)
+        engines = {name: self.table.engines.get(name, view) for name, view in self._static.items()}
+        engines |= {view.engine: view for view in self._views(members, hosts, incumbents)}
         for engine, view in self.table.engines.items():
             if engine not in engines and view.state in ("ready", "starting"):
                 engines[engine] = replace(view, reach=_nothing(engine))  # forgotten by the directory, yet alive
@@ -119,12 +156,19 @@ class Fleet:
 
     async def check_health(self) -> None:
         """Check every engine once and note who may serve."""
-        states = await self._health.check([view.registration for view in self.table.engines.values()])
-        engines = {
-            engine: replace(view, state=states[engine]) if engine in states else view
-            for engine, view in self.table.engines.items()
-        }
+        asked = {view.engine: view.url for view in self.table.engines.values()}
+        found = await self._health.check([self._target(view) for view in self.table.engines.values()])
+        engines = dict(self.table.engines)
+        for engine, health in found.items():
+            view = engines.get(engine)
+            if view is not None and view.url == asked[engine]:
+                models = view.models if view.registration else health.models or view.models
+                engines[engine] = replace(view, state=health.state, models=models)
         self._publish(engines, self.table.hosts)
+
+    def _target(self, view: EngineView) -> Target:
+        static = self._static.get(view.engine)
+        return Target(view.engine, view.url, view.models if static is None else static.models, view.api_key)
 
     async def _poll_for_ever(self) -> None:
         while True:
@@ -152,60 +196,93 @@ class Fleet:
         self.directory_state = "ok"
         self._believed, self._believed_until = live, sent_at + TERM_S
 
-    def _views(self, members: Sequence[Member], hosts: Mapping[str, Member]) -> list[EngineView]:
+    def _views(
+        self, members: Sequence[Member], hosts: Mapping[str, Member], incumbents: Mapping[str, str]
+    ) -> list[EngineView]:
         engines = [member for member in members if isinstance(member.registration, EngineRegistration)]
         views = []
-        for name, member in _newest({}, engines).items():
+        for name, member in self._chosen(engines, incumbents).items():
             registration = member.registration
             assert isinstance(registration, EngineRegistration)
             host = hosts.get(registration.host)
-            own = {each.incarnation for each in engines if each.registration.engine == name}  # type: ignore[union-attr]
-            host_lives = {each.incarnation for each in _hosts(members) if each.registration.host == registration.host}
+            own = {each.incarnation for each in engines if _is_same_place(each, member)}
+            host_lives = {each.incarnation for each in _hosts(members) if host and _is_same_place(each, host)}
             before = self.table.engines.get(name)
-            is_same = before is not None and before.registration.url == registration.url
+            is_same = before is not None and before.url == registration.url
             views.append(
                 EngineView(
+                    name,
+                    registration.url,
+                    registration.models,
                     registration,
                     host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
                     Reach(name, frozenset(own) & self._believed, frozenset(host_lives) & self._believed),
-                    _join_rates(member, host),
+                    member.load.rates,
                     before.state if before is not None and is_same else "starting",
                 )
             )
         return views
 
+    def _chosen(self, members: Sequence[Member], incumbents: Mapping[str, str]) -> dict[str, Member]:
+        """The row to believe of each name: live before lapsed before retired, then the place known so far.
+
+        Two live lives at different places under one name are two parties that don't know of each other: the one that
+        came first is kept, and the other is said and counted.
+        """
+        chosen: dict[str, Member] = {}
+        for member in members:
+            name = _name(member)
+            held = chosen.get(name)
+            if held is None or self._rank(member, incumbents) > self._rank(held, incumbents):
+                held, chosen[name] = member, member
+            for one in (held, member):
+                is_other = one.is_live and chosen[name].is_live and not _is_same_place(one, chosen[name])
+                if is_other and (name, _place(one)) not in self._taken:
+                    self._taken.add((name, _place(one)))
+                    self._on_name_taken()
+                    logger.error(
+                        "the name %s is taken: %s is left out, %s is kept", name, _place(one), _place(chosen[name])
+                    )
+        return chosen
+
+    def _rank(self, member: Member, incumbents: Mapping[str, str]) -> tuple[bool, bool, bool, float]:
+        is_incumbent = incumbents.get(_name(member)) == _place(member)
+        return member.is_live, not member.retired, is_incumbent, member.remaining_s
+
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
-        self.table = FleetTable(dict(engines), dict(hosts))
+        before, self.table = self.table, FleetTable(dict(engines), dict(hosts))
+        for engine in list(self._watchers):
+            is_lost = engine not in engines or not engines[engine].is_ready
+            if is_lost and engine in before.engines and before.engines[engine].is_ready:
+                for tell in self._watchers.pop(engine):
+                    tell()
         for view in engines.values():
-            self.models_seen.update(view.registration.models)
+            self.models_seen.update(view.models)
         self._on_change(self.table)
+
+
+def _static_view(engine: EngineConfig) -> EngineView:
+    key = engine.api_key.get_secret_value() if engine.api_key else None
+    return EngineView(engine.engine, engine.url, engine.models, None, "", _nothing(engine.engine), None, api_key=key)
 
 
 def _hosts(members: Sequence[Member]) -> list[Member]:
     return [member for member in members if isinstance(member.registration, HostRegistration)]
 
 
-def _newest(newest: dict[str, Member], members: Sequence[Member]) -> dict[str, Member]:
-    """The row to believe of each name: one that is not retired, with the longest to live."""
-    for member in members:
-        registration = member.registration
-        name = registration.host if isinstance(registration, HostRegistration) else registration.engine
-        held = newest.get(name)
-        if held is None or (not member.retired, member.remaining_s) > (not held.retired, held.remaining_s):
-            newest[name] = member
-    return newest
+def _name(member: Member) -> str:
+    registration = member.registration
+    return registration.host if isinstance(registration, HostRegistration) else registration.engine
+
+
+def _place(member: Member) -> str:
+    registration = member.registration
+    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+
+
+def _is_same_place(one: Member, other: Member) -> bool:
+    return (_name(one), _place(one)) == (_name(other), _place(other))
 
 
 def _nothing(engine: str) -> Reach:
     return Reach(engine, frozenset(), frozenset())
-
-
-def _join_rates(engine: Member, host: Member | None) -> Rates | None:
-    """The engine's computing rate with its host's tier rates; what the engine says of a tier comes first."""
-    own = engine.load.rates
-    if own is None:
-        return None
-    shared = host.load.rates if host is not None else None
-    if shared is None:
-        return own
-    return Rates(own.flops, {**shared.bytes_per_s, **own.bytes_per_s}, {**shared.fixed_s, **own.fixed_s})

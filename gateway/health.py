@@ -1,13 +1,16 @@
-"""Health checks: which engines may serve. An engine joins when it is well *and* lists the model it registered."""
+"""Health checks: which engines may serve. An engine joins when it is well *and* lists the model it registered.
+
+An engine without an agent registers nothing: the models it lists are those it serves. One that has no `/health` is well
+while it lists its models.
+"""
 
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
-
-from directory.members import EngineRegistration
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,31 @@ FAILURES_MAX = 2
 """Checks that must fail in a row before a ready engine is left: one slow answer isn't an outage."""
 
 
+NO_SUCH_PATH = frozenset({404, 405, 501})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine to ask: `models` must be listed for it to join; none means whatever it lists."""
+
+    engine: str
+    url: str
+    models: tuple[str, ...]
+    api_key: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """The engine's credentials."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`ready`, or why not in plain words, and the models the engine listed when it joined."""
+
+    state: str
+    models: tuple[str, ...] = ()
+
+
 class HealthCheck:
     """Asks engines how they are, at most `CHECKS_AT_ONCE_MAX` at a time."""
 
@@ -26,53 +54,63 @@ class HealthCheck:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
         self._slots = asyncio.Semaphore(CHECKS_AT_ONCE_MAX)
-        self._listed: dict[str, str] = {}
+        self._listed: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._failures: dict[str, int] = {}
 
-    async def check(self, engines: Sequence[EngineRegistration]) -> dict[str, str]:
-        """The state of each engine: `ready`, or why it isn't, in plain words."""
-        known = {registration.engine for registration in engines}
-        for table in (self._listed, self._failures):
-            for gone in table.keys() - known:
-                del table[gone]
-        states = await asyncio.gather(*(self._check_one(registration) for registration in engines))
-        return {registration.engine: state for registration, state in zip(engines, states, strict=True)}
+    async def check(self, targets: Sequence[Target]) -> dict[str, Health]:
+        """How each engine is."""
+        known = {target.engine for target in targets}
+        for gone in self._listed.keys() - known:
+            del self._listed[gone]
+        for gone in self._failures.keys() - known:
+            del self._failures[gone]
+        found = await asyncio.gather(*(self._check_one(target) for target in targets))
+        return {target.engine: health for target, health in zip(targets, found, strict=True)}
 
     def distrust(self, engine: str) -> None:
         """Forget that this engine was well: its next failed check counts at once."""
         self._failures[engine] = FAILURES_MAX
 
-    async def _check_one(self, registration: EngineRegistration) -> str:
+    async def _check_one(self, target: Target) -> Health:
         async with self._slots:
-            problem = await self._problem(registration)
-        engine = registration.engine
+            problem = await self._problem(target)
+        url, models = self._listed.get(target.engine, ("", ()))
         if problem is None:
-            self._failures[engine] = 0
-            return "ready"
-        was_ready = self._listed.get(engine) == registration.url
-        self._failures[engine] = self._failures.get(engine, 0) + 1
-        if was_ready and self._failures[engine] < FAILURES_MAX:
-            return "ready"
-        self._listed.pop(engine, None)
-        return problem
+            self._failures[target.engine] = 0
+            return Health("ready", models)
+        self._failures[target.engine] = self._failures.get(target.engine, 0) + 1
+        if url == target.url and self._failures[target.engine] < FAILURES_MAX:
+            return Health("ready", models)
+        self._listed.pop(target.engine, None)
+        return Health(problem, models)
 
-    async def _problem(self, registration: EngineRegistration) -> str | None:
+    async def _problem(self, target: Target) -> str | None:
         try:
-            answer = await self._client.get(f"{registration.url}/health", timeout=CHECK_TIMEOUT_S)
-            if answer.status_code != 200:
-                return f"unhealthy: status {answer.status_code}"
-            if self._listed.get(registration.engine) == registration.url:
+            answer = await self._get(target, "/health")
+            has_listed = self._listed.get(target.engine, ("",))[0] == target.url
+            if answer.status_code == 200 and has_listed:
                 return None
-            models = await self._client.get(f"{registration.url}/v1/models", timeout=CHECK_TIMEOUT_S)
-            if not set(_model_ids(models)) & set(registration.models):
-                return f"doesn't list its model {registration.models[0]}"
+            if answer.status_code != 200 and answer.status_code not in NO_SUCH_PATH:
+                return f"unhealthy: status {answer.status_code}"
+            answer = await self._get(target, "/v1/models")
+            if answer.status_code != 200:
+                return f"unhealthy: status {answer.status_code} at /v1/models"
+            listed = _model_ids(answer)
         except (httpx.HTTPError, ValueError) as error:
             return f"unreachable: {type(error).__name__}"
-        self._listed[registration.engine] = registration.url
+        if target.models and not set(listed) & set(target.models):
+            return f"doesn't list its model {target.models[0]}"
+        if not listed:
+            return "lists no model"
+        self._listed[target.engine] = (target.url, target.models or tuple(listed))
         return None
+
+    async def _get(self, target: Target, path: str) -> httpx.Response:
+        return await self._client.get(target.url + path, headers=target.headers(), timeout=CHECK_TIMEOUT_S)
 
 
 def _model_ids(answer: httpx.Response) -> list[str]:
     data: Any = answer.json()
     rows = data.get("data") if isinstance(data, dict) else None
-    return [row["id"] for row in rows or [] if isinstance(row, dict) and isinstance(row.get("id"), str)]
+    rows = rows if isinstance(rows, list) else []
+    return [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]

@@ -45,7 +45,8 @@ def chain_chunks(views: Sequence[EngineView], tokens: bytes, scope: Scope) -> li
     """One chain per distinct way of naming among `views`, at most `CHAINS_MAX`; engines beyond have no match."""
     groups: dict[tuple[bytes, str, int, int | None], list[EngineView]] = {}
     for view in views:
-        groups.setdefault(_naming(view.registration), []).append(view)
+        if view.registration is not None:
+            groups.setdefault(_naming(view.registration), []).append(view)
     chains = []
     for (digest, scheme_name, chunk_tokens, page_tokens), members in list(groups.items())[:CHAINS_MAX]:
         try:

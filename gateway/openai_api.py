@@ -11,7 +11,15 @@ import orjson
 
 from gateway.completion import Completion, Incoming
 from gateway.config import GatewayConfig
-from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, NotFound, RequestTimeout, error_body
+from gateway.errors import (
+    BodyTooLarge,
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    RequestTimeout,
+    error_body,
+)
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
@@ -64,7 +72,7 @@ class OpenAiApi:
         is_draining: Callable[[], bool],
     ) -> None:
         self._completion, self._fleet, self._metrics = completion, fleet, metrics
-        self._config, self._clock, self._is_draining = config, clock, is_draining
+        self._limits, self._clock, self._is_draining = config.limits, clock, is_draining
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -77,6 +85,8 @@ class OpenAiApi:
             await self._infer(path, scope["query_string"], headers, receive, sink)
         elif path == "/v1/models" and method in ("GET", "HEAD"):
             await _answer(sink, 200, self._models())
+        elif path.startswith("/v1/models/") and method == "GET":
+            await self._show_model(path.removeprefix("/v1/models/"), sink)
         elif path in ("/healthz", "/readyz"):
             is_well = path == "/healthz" or is_ready(self._fleet, self._is_draining())
             await _answer(sink, 200 if is_well else 503, orjson.dumps({"status": "ok" if is_well else "not ready"}))
@@ -105,26 +115,26 @@ class OpenAiApi:
             if not await _unless_gone(self._completion.serve(incoming, sink), receive):
                 return model, True
         except GatewayError as error:
-            await self._fail(sink, error.status, error.body())
+            await self._fail(sink, error.status, error.body(), error.retry_after_s)
         except Exception:  # the edge of a request: the client gets an answer, the log gets the trace
             logger.exception("a request failed for a reason that is a bug")
             await self._fail(sink, 500, error_body("internal error", "internal_error", None, None))
         return model, False
 
-    async def _fail(self, sink: AsgiSink, status: int, body: bytes) -> None:
+    async def _fail(self, sink: AsgiSink, status: int, body: bytes, retry_after_s: int | None = None) -> None:
         if sink.status is None:
-            await _answer(sink, status, body)
+            await _answer(sink, status, body, retry_after_s)
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body, or `None` if the client went. The bound holds while reading, whatever the header says."""
-        limit = self._config.body_bytes_max
+        limit = self._limits.body_bytes_max
         too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
         for name, value in headers:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise too_large
         pieces, size = [], 0
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(self._limits.body_timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -137,25 +147,34 @@ class OpenAiApi:
                     if not message.get("more_body"):
                         break
         except TimeoutError:
-            raise RequestTimeout(f"the body didn't arrive within {self._config.body_timeout_s:g} s") from None
+            raise RequestTimeout(f"the body didn't arrive within {self._limits.body_timeout_s:g} s") from None
         if not size:
             raise InvalidRequest("the body is empty; it must be a JSON object")
         return b"".join(pieces)
 
+    async def _show_model(self, model: str, sink: AsgiSink) -> None:
+        for row in self._model_rows():
+            if row["id"] == model:
+                return await _answer(sink, 200, orjson.dumps(row))
+        missing = ModelNotFound(f"the model {model!r} is not served here", "model")
+        return await _answer(sink, missing.status, missing.body())
+
     def _models(self) -> bytes:
-        rows = [
+        return orjson.dumps({"object": "list", "data": self._model_rows()})
+
+    def _model_rows(self) -> list[dict[str, Any]]:
+        return [
             {
                 "id": model,
                 "object": "model",
                 "created": 0,
                 "owned_by": "warmroute",
-                "root": view.registration.identity.model_id,
+                "root": view.registration.identity.model_id if view.registration else model,
                 "parent": None,
-                "max_model_len": view.registration.context_tokens,
+                "max_model_len": view.registration.context_tokens if view.registration else None,
             }
             for model, view in sorted(self._fleet.table.models().items())
         ]
-        return orjson.dumps({"object": "list", "data": rows})
 
 
 def is_ready(fleet: Fleet, is_draining: bool) -> bool:
@@ -185,8 +204,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _answer(sink: AsgiSink, status: int, body: bytes) -> None:
-    await sink.start(status, [*JSON_HEADERS, (b"content-length", str(len(body)).encode())])
+async def _answer(sink: AsgiSink, status: int, body: bytes, retry_after_s: int | None = None) -> None:
+    headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(retry_after_s).encode()))
+    await sink.start(status, headers)
     await sink.write(body)
     await sink.finish()
 

@@ -15,7 +15,8 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-CONNECT_TIMEOUT_S = 2.0
+from gateway.config import TimeoutsConfig
+
 IDLE_KEEP_S = 3.0
 """Shorter than uvicorn's five seconds, so that the engine seldom closes first."""
 WHOLE_BODY_BYTES_MAX = 8 * 2**20
@@ -27,26 +28,37 @@ OURS = frozenset({"host", "content-length", "expect", "x-warmroute-explain"})
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class EngineFailed(Exception):
-    """The engine failed. `is_timeout`: it was too slow; `is_connection`: it refused or dropped the connection."""
-
-    def __init__(self, reason: str, *, is_timeout: bool = False, is_connection: bool = False) -> None:
-        super().__init__(reason)
-        self.is_timeout, self.is_connection = is_timeout, is_connection
-
-
 @dataclass(frozen=True, slots=True)
-class Timeouts:
-    """How long an engine may take until its first byte, and between two pieces of a body; seconds."""
+class WholeAnswer:
+    """An answer that was read to its end."""
 
-    first_byte_s: float = 600.0
-    idle_s: float = 120.0
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class EngineFailed(Exception):
+    """The engine failed. `is_timeout`: it was too slow; `is_connection`: it refused or dropped the connection.
+
+    `answer` is what it said, where it said that it can't serve this now.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_timeout: bool = False,
+        is_connection: bool = False,
+        answer: WholeAnswer | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.is_timeout, self.is_connection, self.answer = is_timeout, is_connection, answer
 
 
 class Answer:
     """An engine's answer whose first piece has arrived. Close it, whatever happens."""
 
-    def __init__(self, response: aiohttp.ClientResponse, first: bytes, timeouts: Timeouts) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, first: bytes, timeouts: TimeoutsConfig) -> None:
         self._response, self._timeouts = response, timeouts
         self.status = response.status
         self.first = first
@@ -96,7 +108,7 @@ class Answer:
 class Upstream:
     """The pool of connections to engines. Use as an async context manager."""
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: TimeoutsConfig) -> None:
         self._timeouts = timeouts
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
@@ -110,7 +122,7 @@ class Upstream:
         trace.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             trace_configs=[trace],
@@ -121,8 +133,14 @@ class Upstream:
         for session in self._sessions or ():
             await session.close()
 
-    async def send(self, url: str, headers: Headers, body: bytes) -> Answer:
-        """Send a POST and wait for the first piece of the answer's body. Raises `EngineFailed`."""
+    async def send(self, url: str, headers: Headers, body: bytes, api_key: str | None = None) -> Answer:
+        """Send a POST and wait for the first piece of the answer's body. Raises `EngineFailed`.
+
+        `api_key` stands in for the client's credentials, if it is given.
+        """
+        if api_key is not None:
+            kept = [(name, value) for name, value in headers if name.lower() != b"authorization"]
+            headers = [*kept, (b"authorization", b"Bearer " + api_key.encode())]
         assert self._sessions is not None, "entered"
         pooled, fresh = self._sessions
         reused = SimpleNamespace(connection=False)

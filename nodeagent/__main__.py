@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nodeagent", description="The node agent of one host.")
+    parser = argparse.ArgumentParser(prog="warmroute agent", description="The node agent of one host.")
     parser.add_argument("--host", required=True, help="this machine's name in the directory")
     parser.add_argument("--door", required=True, metavar="PATH", help="the Unix socket for engines")
     parser.add_argument("--redis", required=True, metavar="URL", help="the fleet directory")

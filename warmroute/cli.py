@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from warmroute import keys
@@ -12,9 +13,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["gateway"]:
-        from gateway.__main__ import main as gateway_main
+        from warmroute import gateway_command
 
-        return gateway_main(given[1:])
+        parser = argparse.ArgumentParser(prog="warmroute gateway")
+        gateway_command.add_arguments(parser)
+        return gateway_command.run_command(parser.parse_args(given[1:]))
+    if given[:1] == ["directory"]:
+        from warmroute import directory_command
+
+        parser = argparse.ArgumentParser(prog="warmroute directory")
+        directory_command.add_arguments(parser)
+        return directory_command.run_command(parser.parse_args(given[1:]))
     if given[:1] == ["agent"]:
         from nodeagent.__main__ import main as agent_main
 
@@ -22,10 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="warmroute", description="Routes each LLM request to the engine where its prefix is already warm."
     )
+    parser.add_argument("--version", action="version", version=f"warmroute {version('warmroute')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands.add_parser("up", help="a whole fleet on this machine, with a real small model"))
     commands.add_parser("gateway", help="one gateway (see warmroute gateway --help)")
     commands.add_parser("agent", help="one node agent (see warmroute agent --help)")
+    commands.add_parser("directory", help="who is in the fleet, who holds a chunk")
     keys.add_arguments(commands.add_parser("keys", help="the chunk keys of a prompt"))
     options = parser.parse_args(given)
     if options.command == "keys":
@@ -38,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.description = "Start a directory server, hosts with an agent and a reference engine each, and a gateway."
     parser.add_argument("--engines", type=int, default=2, metavar="N", help="hosts with an engine each (default 2)")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="URL",
+        help="an OpenAI-compatible engine of your own, instead of the reference engines; repeatable",
+    )
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port; its admin port is one above")
     parser.add_argument("--redis", metavar="URL", help="an existing Redis or Valkey instead of the bundled one")
     parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF file instead of the model package's")

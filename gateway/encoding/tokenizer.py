@@ -89,6 +89,14 @@ def load_tokenizer(pipeline: bytes) -> HuggingFaceBackend | FastokensBackend:
     return fast
 
 
+def longest_token_chars(pipeline: bytes) -> int:
+    """Characters in the longest token's spelling: a bound on the characters any token can stand for.
+
+    Byte-level spellings have a character a byte, and no text has more characters than bytes.
+    """
+    return max(map(len, tokenizers.Tokenizer.from_str(pipeline.decode()).get_vocab(with_added_tokens=True)))
+
+
 def parity_texts(added_tokens: list[str], seed: int = 0) -> list[str]:
     """Texts that tokenizers get wrong: scripts, spaces, digits, added tokens whole and cut, random code points."""
     choose = random.Random(seed)

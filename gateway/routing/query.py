@@ -28,12 +28,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RoutingQuery:
-    """One request and its candidates. `affinity` decides near ties, alike on every gateway (the first chunk key)."""
+    """One request and its candidates. `affinity` decides near ties, alike on every gateway (the first chunk key).
+
+    `without_placements` says why nothing is known of who holds the prompt, where nothing is: affinity then decides
+    within a bound on load, and the reason is this text.
+    """
 
     prompt_tokens: int
     affinity: bytes
     candidates: tuple[Candidate, ...]
-    directory_known: bool = True
+    without_placements: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from gateway.routing.seconds import score_all
 NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.002
 BOUND = 1.25
-"""Without the directory: an engine may carry this many times the mean of open requests before affinity leaves it."""
+"""Without placements: an engine may carry this many times the mean of open requests before affinity leaves it."""
 
 
 def route(query: RoutingQuery) -> RoutingDecision:
     """Rank the candidates of `query`, best first. Needs at least one."""
     assert query.candidates, "a query has candidates, or there is nothing to route"
-    if not query.directory_known:
+    if query.without_placements:
         return _route_by_affinity(query)
     scores, price = score_all(query)
     best = min(score.score_s for score in scores)
@@ -41,7 +41,7 @@ def _reason(ranked: list[Score]) -> str:
 
 
 def _route_by_affinity(query: RoutingQuery) -> RoutingDecision:
-    """Bounded-load rendezvous hashing: replicas agree without a directory, and most affinity survives.
+    """Bounded-load rendezvous hashing: replicas agree without placements, and most affinity survives.
 
     The candidates are taken in rendezvous order; those that carry more than `BOUND` times the mean (this request
     counted) come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
@@ -54,7 +54,7 @@ def _route_by_affinity(query: RoutingQuery) -> RoutingDecision:
         return candidate.running + 1 > max(1.0, BOUND * mean), _rendezvous(query.affinity, candidate.engine)
 
     ranked = tuple(by_engine[each.engine] for each in sorted(query.candidates, key=order))
-    return RoutingDecision(ranked, "directory-unavailable", price)
+    return RoutingDecision(ranked, query.without_placements, price)
 
 
 def _rendezvous(affinity: bytes, engine: str) -> bytes:

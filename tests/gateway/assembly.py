@@ -5,7 +5,7 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import httpx
 import uvicorn
@@ -18,7 +18,7 @@ from directory.placements import partition_of
 from directory.tiers import Tier
 from gateway.admin_api import create_admin_api
 from gateway.completion import Completion
-from gateway.config import GatewayConfig
+from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
 from gateway.encoding.encoder import Encoder, Encoders
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.render import ReferenceRenderer
@@ -28,7 +28,7 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
-from gateway.upstream import Timeouts, Upstream
+from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
 
@@ -47,7 +47,7 @@ class FixedEncoders(Encoders):
     """Encoders that are there at once."""
 
     def find(self, registration: object) -> Encoder:
-        return Encoder(ByteBackend(), ReferenceRenderer(TEMPLATE, {}), self._pool)
+        return Encoder(ByteBackend(), ReferenceRenderer(TEMPLATE, {}), self._pool, 10**6)
 
 
 @dataclass
@@ -77,9 +77,10 @@ class TestGateway:
 @contextlib.asynccontextmanager
 async def gateway_for(
     engines: Sequence[MockEngine],
-    timeouts: Timeouts | None = None,
+    timeouts: TimeoutsConfig | None = None,
     body_bytes_max: int = 2**20,
     body_timeout_s: float = 5.0,
+    static: Sequence[EngineConfig] = (),
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own."""
     clock = time.monotonic
@@ -91,20 +92,21 @@ async def gateway_for(
         await directory.register(lives[host], host_registration(host), HOST_LOAD, TERM_S)
         registration = engine_registration(engine.name, engine.url, host)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
-    config = GatewayConfig("unused", 0, 0, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
+    limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
+    config = GatewayConfig(limits=limits, engines=tuple(static))
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
         stack.callback(encoders.close)
-        fleet = Fleet(directory, HealthCheck(control), clock)
+        fleet = Fleet(directory, HealthCheck(control), clock, static=config.engines)
         ledger, metrics = Ledger(clock), GatewayMetrics()
-        upstream = await stack.enter_async_context(Upstream(timeouts or Timeouts()))
+        upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(directory, clock)
         completion = Completion(fleet, encoders, lookup, ledger, upstream, metrics, clock)
-        api = OpenAiApi(completion, fleet, metrics, replace(config), clock, lambda: False)
+        api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(fleet, encoders, ledger, metrics, lambda: False)
+        admin = create_admin_api(completion, fleet, encoders, ledger, metrics, lambda: False)
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 

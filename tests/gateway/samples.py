@@ -31,5 +31,5 @@ def host_registration(host: str = "h") -> HostRegistration:
     return HostRegistration(host, "http://127.0.0.1:1")
 
 
-ENGINE_LOAD = Load(rates=Rates(flops=1e11))
-HOST_LOAD = Load(rates=Rates(0.0, {Tier.DRAM: 2e9}), tier_bytes_limit={Tier.DRAM: 10**9})
+ENGINE_LOAD = Load(rates=Rates(flops=1e11, bytes_per_s={Tier.DRAM: 2e9}))
+HOST_LOAD = Load(tier_bytes_limit={Tier.DRAM: 10**9})

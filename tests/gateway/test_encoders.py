@@ -112,7 +112,7 @@ async def test_an_encoder_is_loaded_in_the_background_and_gives_the_engines_ids(
     encoder = encoders.find(registration)
     assert encoder is not None
     for text in ("short", "long text " * (INLINE_CHARS_MAX // 5)):
-        encoding = await encoder.encode(parse_request(COMPLETIONS, orjson.dumps({"model": "m", "prompt": text})))
+        encoding = await encoder.encode(parse_request(COMPLETIONS, orjson.dumps({"model": "m", "prompt": text})), 10**6)
         ids = ENGINES_TOKENIZER.encode(text)
         assert encoding.tokens is not None
         assert list(memoryview(encoding.tokens).cast("I")) == ids
@@ -126,9 +126,20 @@ async def test_what_cannot_be_rendered_has_a_reason_and_an_estimate(encoders: En
     encoder = encoders.find(registration)
     assert encoder is not None
     body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]})
-    encoding = await encoder.encode(parse_request(CHAT, body))
+    encoding = await encoder.encode(parse_request(CHAT, body), 8192)
     assert (encoding.tokens, encoding.reason) == (None, "tools")
     assert encoding.prompt_tokens == len(body) // 4
+
+
+async def test_a_text_that_can_not_fit_is_not_tokenized(encoders: Encoders) -> None:
+    registration = smollm2()
+    encoders.want([(registration, AGENT)])
+    await until_found(encoders, registration)
+    encoder = encoders.find(registration)
+    assert encoder is not None
+    request = parse_request(COMPLETIONS, orjson.dumps({"model": "m", "prompt": "x" * 10_000}))
+    assert (await encoder.encode(request, 10)).reason == "too_long"
+    assert (await encoder.encode(request, 8192)).reason == ""
 
 
 async def test_one_broken_model_does_not_block_another(encoders: Encoders) -> None:

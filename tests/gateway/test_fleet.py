@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from directory.errors import DirectoryUnavailable
-from directory.members import TERM_S, EngineRegistration, Load, Member, draw_incarnation
+from directory.members import TERM_S, EngineRegistration, HostRegistration, Load, Member, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
+from gateway.config import EngineConfig
 from gateway.fleet import Fleet
 from gateway.health import FAILURES_MAX, HealthCheck
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, MODEL, engine_registration, host_registration
@@ -96,7 +98,7 @@ async def test_an_engine_joins_when_it_is_well_and_lists_its_model(setup: Setup)
     assert [view.engine for view in setup.fleet.table.serving(MODEL)] == ["a"]
 
 
-async def test_an_engine_is_joined_with_its_hosts_lives_and_rates(setup: Setup) -> None:
+async def test_an_engine_is_joined_with_its_hosts_lives(setup: Setup) -> None:
     host, engine = await setup.join_host(), await setup.join("a", A)
     await setup.see()
     view = setup.fleet.table.engines["a"]
@@ -202,7 +204,7 @@ async def test_an_engine_that_moved_must_prove_itself_anew(setup: Setup) -> None
     setup.answers.status[B] = None
     await setup.join("a", B)
     await setup.see()
-    assert setup.fleet.table.engines["a"].registration.url == B
+    assert setup.fleet.table.engines["a"].url == B
     assert not setup.fleet.table.engines["a"].is_ready
 
 
@@ -219,6 +221,38 @@ async def test_a_retired_and_dead_engine_leaves_the_table_when_its_row_is_forgot
     assert setup.fleet.table.engines == {}
 
 
+async def test_of_two_live_engines_with_one_name_the_first_is_kept_and_the_other_is_said(setup: Setup) -> None:
+    taken: list[int] = []
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, on_name_taken=lambda: taken.append(1))
+    await setup.join_host("h")
+    first = await setup.join("a", A)
+    await fleet.refresh()
+    second = await setup.join("a", B)
+    setup.clock.now += 1
+    await setup.directory.renew(second, ENGINE_LOAD)
+    for _ in range(3):
+        await fleet.refresh()
+        view = fleet.table.engines["a"]
+        assert view.url == A
+        assert view.reach.own == {first}
+    assert len(taken) == 1
+    await setup.directory.retire(first)
+    await fleet.refresh()
+    assert fleet.table.engines["a"].url == B
+    assert fleet.table.engines["a"].reach.own == {second}
+
+
+async def test_hosts_with_one_name_do_not_lend_each_other_their_tiers(setup: Setup) -> None:
+    mine = await setup.join_host("h")
+    await setup.join("a", A)
+    await setup.see()
+    other = draw_incarnation()
+    await setup.directory.register(other, HostRegistration("h", "http://elsewhere:1"), HOST_LOAD)
+    await setup.see()
+    assert setup.fleet.table.engines["a"].reach.host == {mine}
+
+
 async def test_one_broken_engine_does_not_hide_the_others(setup: Setup) -> None:
     await setup.join("a", A)
     await setup.join("b", B)
@@ -232,6 +266,49 @@ async def test_an_engine_with_other_chunks_is_kept_apart_by_its_registration(set
     life = draw_incarnation()
     await setup.directory.register(life, engine_registration("b", B, chunk_tokens=512), ENGINE_LOAD)
     await setup.see()
-    sizes = {view.engine: view.registration.chunk_tokens for view in setup.fleet.table.engines.values()}
+    sizes = {view.engine: view.chunk_tokens for view in setup.fleet.table.engines.values()}
     assert sizes == {"a": 4, "b": 512}
     assert all(isinstance(view.registration, EngineRegistration) for view in setup.fleet.table.engines.values())
+
+
+async def test_an_engine_without_an_agent_is_asked_for_its_models(setup: Setup) -> None:
+    static = [EngineConfig(url=A), EngineConfig(url=B, name="mine", models=("other",))]
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=static)
+    setup.answers.models = ["one", "two"]
+    await fleet.refresh()
+    await fleet.check_health()
+    assert [view.engine for view in fleet.table.serving("two")] == ["a:1"]
+    assert "doesn't list its model other" in fleet.table.engines["mine"].state
+    setup.answers.models = ["other"]
+    await fleet.check_health()
+    assert [view.engine for view in fleet.table.serving("other")] == ["mine"]
+    assert fleet.models_seen == {"one", "two", "other"}
+    await fleet.refresh()
+    assert fleet.table.engines["a:1"].is_ready
+
+
+async def test_an_engine_without_a_health_path_is_well_while_it_lists_its_models(setup: Setup) -> None:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=[EngineConfig(url=A)])
+    setup.answers.status[A] = 404
+    await fleet.check_health()
+    assert fleet.table.engines["a:1"].is_ready
+    setup.answers.models = []
+    for _ in range(FAILURES_MAX):
+        await fleet.check_health()
+    assert not fleet.table.engines["a:1"].is_ready
+
+
+async def test_the_engines_own_key_is_used_for_its_checks(setup: Setup) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return setup.answers(request)
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    static = [EngineConfig(url=A, api_key=SecretStr("k"))]
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=static)
+    await fleet.check_health()
+    assert set(seen) == {"Bearer k"}

@@ -57,6 +57,18 @@ def test_prefill_is_released_at_the_first_byte_and_the_request_at_its_end() -> N
     assert (ledger.prefills("a"), ledger.running("a"), ledger.engines()) == (0, 0, ())
 
 
+def test_a_whole_answers_prefill_is_taken_for_done_after_its_predicted_service() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    ledger.book("a", 2.0, is_streamed=False)
+    ledger.book("a", 2.0, is_streamed=True)
+    assert ledger.prefills("a") == 2
+    clock.now = 3.0
+    assert ledger.prefills("a") == 1
+    clock.now = 9.0
+    assert (ledger.prefills("a"), ledger.running("a"), ledger.wait_s("a")) == (1, 2, 0.0)
+
+
 def test_a_failed_attempt_leaves_nothing_behind_for_the_retry_to_see() -> None:
     ledger = Ledger(Clock())
     ledger.release(ledger.book("a", 5.0))

@@ -22,7 +22,8 @@ TOKENS = pack_tokens(range(41))
 
 def view(engine: str, **other: object) -> EngineView:
     reach = Reach(engine, frozenset(), frozenset({LIFE}))
-    return EngineView(engine_registration(engine, **other), "", reach, RATES, "ready")  # type: ignore[arg-type]
+    registration = engine_registration(engine, **other)
+    return EngineView(engine, "http://e:1", registration.models, registration, "", reach, RATES, "ready")  # type: ignore[arg-type]
 
 
 @dataclass

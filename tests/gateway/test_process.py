@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process: it lives without a directory, says so, and ends in order."""
+"""`warmroute gateway` as a process: it lives without a directory, says so, and ends in order."""
 
 import contextlib
 import signal
@@ -14,7 +14,8 @@ from tests.warmroute.fleets import free_port, until
 
 @contextlib.contextmanager
 def gateway_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "gateway", "--redis", f"redis://127.0.0.1:{free_port()}", "--port", str(port)]
+    command = [sys.executable, "-m", "warmroute.cli", "gateway"]
+    command += ["--redis", f"redis://127.0.0.1:{free_port()}", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         try:
             yield process

@@ -23,7 +23,7 @@ def candidate(engine: str, tiers: tuple[Tier | None, ...] = (), **other: object)
 
 
 def query(*candidates: Candidate, tokens: int = 2600, affinity: bytes = b"key", known: bool = True) -> RoutingQuery:
-    return RoutingQuery(tokens, affinity, candidates, known)
+    return RoutingQuery(tokens, affinity, candidates, "" if known else "directory-unavailable")
 
 
 def test_the_engine_that_holds_the_prefix_is_chosen() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from pydantic import SecretStr
 
 from directory.tiers import Tier
+from gateway.config import EngineConfig, TimeoutsConfig
 from gateway.openai_schema import CHAT, COMPLETIONS
-from gateway.upstream import Timeouts
 from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import TestGateway, eventually, gateway_for
 from tests.gateway.mock_engine import MockEngine
@@ -196,11 +197,62 @@ async def test_an_engine_that_never_answers_is_given_up_after_the_first_byte_dea
     client: httpx.AsyncClient,
 ) -> None:
     async with MockEngine("a", mock.never_answer) as bad, MockEngine("b") as good:
-        async with gateway_for([bad, good], Timeouts(first_byte_s=0.2)) as gateway:
+        async with gateway_for([bad, good], TimeoutsConfig(connect_s=0.2, first_byte_s=0.2)) as gateway:
             await gateway.hold("hello there", "a", Tier.GPU)
             answer = await client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS))
             assert answer.json()["id"] == "b"
             await asyncio.wait_for(bad.gone.wait(), 2)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_request_leaves_an_engine_that_is_found_unwell_while_it_waits(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    async with MockEngine("a", mock.never_answer) as stuck, MockEngine("b") as good:
+        async with gateway_for([stuck, good]) as gateway:
+            await gateway.hold("hello there", "a", Tier.GPU)
+            waiting = asyncio.create_task(client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS, stream)))
+            await eventually(lambda: stuck.received)
+            stuck.is_well = False
+            await gateway.fleet.check_health()
+            assert not waiting.done()
+            await gateway.fleet.check_health()
+            assert (await asyncio.wait_for(waiting, 5)).status_code == 200
+            assert good.received
+            await asyncio.wait_for(stuck.gone.wait(), 2)
+
+
+async def test_a_request_waits_on_where_there_is_no_other_engine(client: httpx.AsyncClient) -> None:
+    async def answer_late(engine: MockEngine, request: Any, fields: Any) -> Any:
+        await asyncio.wait_for(may_answer.wait(), 5)
+        return await mock.answer_well(engine, request, fields)
+
+    may_answer = asyncio.Event()
+    async with MockEngine("a", answer_late) as only, gateway_for([only]) as gateway:
+        waiting = asyncio.create_task(client.post(gateway.url + CHAT, json=body(CHAT)))
+        await eventually(lambda: only.received)
+        only.is_well = False
+        await gateway.fleet.check_health()
+        await gateway.fleet.check_health()
+        assert not gateway.fleet.table.engines["a"].is_ready
+        may_answer.set()
+        assert (await asyncio.wait_for(waiting, 5)).status_code == 200
+
+
+async def test_an_engines_429_is_passed_on_with_its_retry_after_when_the_other_engine_goes(
+    client: httpx.AsyncClient,
+) -> None:
+    async def refuse(engine: MockEngine, request: Any, fields: Any) -> Any:
+        gateways[0].fleet.note_failure("b" if engine.name == "a" else "a")
+        return mock.web.json_response({"error": {"message": "full"}}, status=429, headers={"retry-after": "7"})
+
+    gateways: list[TestGateway] = []
+    async with MockEngine("a", refuse) as a, MockEngine("b", refuse) as b, gateway_for([a, b]) as gateway:
+        gateways.append(gateway)
+        answer = await client.post(gateway.url + CHAT, json=body(CHAT))
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "7"
+        assert answer.json() == {"error": {"message": "full"}}
 
 
 async def test_a_stream_that_breaks_ends_with_one_well_formed_error_event(client: httpx.AsyncClient) -> None:
@@ -220,7 +272,7 @@ async def test_a_stalled_stream_ends_with_an_error_event(client: httpx.AsyncClie
         await response.write(mock.event(0))
         await asyncio.Event().wait()
 
-    async with MockEngine("a", stall) as engine, gateway_for([engine], Timeouts(idle_s=0.2)) as gateway:
+    async with MockEngine("a", stall) as engine, gateway_for([engine], TimeoutsConfig(idle_s=0.2)) as gateway:
         answer = await client.post(gateway.url + CHAT, json=body(CHAT, True))
         assert orjson.loads(events(answer)[-1])["error"]["code"] == "stream_broken"
 
@@ -291,6 +343,7 @@ async def test_an_unknown_model_is_404_and_a_known_one_without_engines_503(clien
         known = await client.post(gateway.url + CHAT, json=body(CHAT))
         assert known.status_code == 503
         assert known.json()["error"]["code"] == "no_engine_available"
+        assert known.headers["retry-after"] == "1"
         assert gateway.count("warmroute_requests_total", model="other", endpoint=CHAT, status="404") == 1
 
 
@@ -332,6 +385,8 @@ async def test_models_are_merged_and_those_of_unready_engines_left_out(client: h
         rows = (await client.get(gateway.url + "/v1/models")).json()["data"]
         assert [row["id"] for row in rows] == [MODEL]
         assert rows[0]["max_model_len"] == 8192
+        assert (await client.get(gateway.url + "/v1/models/" + MODEL)).json() == rows[0]
+        assert (await client.get(gateway.url + "/v1/models/other")).json()["error"]["code"] == "model_not_found"
         a.is_well = b.is_well = False
         await gateway.fleet.check_health()
         await gateway.fleet.check_health()
@@ -378,6 +433,63 @@ async def test_a_crowd_on_one_engine_spreads_to_the_idle_ones(client: httpx.Asyn
         shares = [len(engine.received) for engine in engines]
         assert sum(shares) == 40
         assert max(shares) <= 20, shares
+
+
+async def test_engines_without_an_agent_are_routed_by_session_and_load(client: httpx.AsyncClient) -> None:
+    async with MockEngine("a") as a, MockEngine("b") as b:
+        static = [EngineConfig(url=a.url, api_key=SecretStr("secret-a")), EngineConfig(url=b.url)]
+        async with gateway_for([], static=static) as gateway:
+            for session in range(8):
+                turns: list[dict[str, str]] = []
+                engines = set()
+                for turn in range(3):
+                    turns += [{"role": "user", "content": f"session {session}, turn {turn}"}]
+                    request = {"model": MODEL, "messages": turns}
+                    answer = await client.post(gateway.url + CHAT, json=request, headers=EXPLAIN)
+                    assert answer.headers["x-warmroute-reason"] == "session-affinity"
+                    engines.add(answer.headers["x-warmroute-engine"])
+                    turns += [{"role": "assistant", "content": "ok"}]
+                assert len(engines) == 1
+            assert a.received
+            assert b.received
+            authorizations = {headers.get("authorization") for _, headers in a.received}
+            assert authorizations == {"Bearer secret-a"}
+            assert {headers.get("authorization") for _, headers in b.received} == {None}
+
+
+async def test_a_session_id_decides_before_the_opening(client: httpx.AsyncClient) -> None:
+    async with MockEngine("a") as a, MockEngine("b") as b:
+        async with gateway_for([], static=[EngineConfig(url=a.url), EngineConfig(url=b.url)]) as gateway:
+            for named in ({"headers": {"x-session-id": "s"}}, {"field": {"prompt_cache_key": "s"}}):
+                engines = set()
+                for number in range(6):
+                    request = {"model": MODEL, "prompt": f"text {number}", **named.get("field", {})}
+                    headers = {**EXPLAIN, **named.get("headers", {})}
+                    answer = await client.post(gateway.url + COMPLETIONS, json=request, headers=headers)
+                    engines.add(answer.headers["x-warmroute-engine"])
+                assert len(engines) == 1
+
+
+async def test_a_route_is_explained_without_being_taken(client: httpx.AsyncClient) -> None:
+    text = "a long shared prefix " * 50
+    async with MockEngine("a") as a, MockEngine("b") as b, gateway_for([a, b]) as gateway:
+        await gateway.hold(text, "host-b", Tier.DRAM)
+        transport = httpx.ASGITransport(app=gateway.admin)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as admin:
+            answer = (await admin.post("/route/explain", json={"model": MODEL, "prompt": text + "?"})).json()
+            chat = (await admin.post("/route/explain", json=body(CHAT))).json()
+            refused = await admin.post("/route/explain", json={"model": MODEL, "messages": []})
+        assert (answer["engine"], answer["reason"], answer["encoding"]) == ("b", "prefix", "exact")
+        assert [row["engine"] for row in answer["candidates"]] == ["b", "a"]
+        first = answer["candidates"][0]
+        terms = first["wait_seconds"] + answer["price"] * (first["load_seconds"] + first["prefill_seconds"])
+        assert first["score_seconds"] == pytest.approx(terms)
+        assert first["tier_tokens"] == {"dram": len(text) // 4 * 4}
+        assert chat["reason"] == "load"
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages"
+        assert a.received == b.received == []
+        assert gateway.ledger.engines() == ()
 
 
 @pytest.fixture

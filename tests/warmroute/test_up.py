@@ -183,6 +183,7 @@ def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
     assert "doesn't answer" in refused(tmp_path, "--redis", f"redis://127.0.0.1:{free_port()}")
     assert "redis" in refused(tmp_path, "--redis", "http://nonsense").lower()
     assert "--engines" in refused(tmp_path, "--engines", "0")
+    assert "--demo" in refused(tmp_path, "--exit")
     assert "memory" in refused(tmp_path, "--engines", "1000")
     assert "--dram-gb" in refused(tmp_path, "--dram-gb", "0")
 

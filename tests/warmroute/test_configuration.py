@@ -1,0 +1,130 @@
+"""Configuration: strict, documented, from file, variables and flags in that order, and never showing a secret."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.config import GatewayConfig
+from warmroute.configuration import ConfigurationError, effective, fields, load
+
+
+def loaded(tmp_path: Path, text: str, name: str = "g.yaml", environment: Any = None, **flags: Any) -> GatewayConfig:
+    path = tmp_path / name
+    path.write_text(text)
+    dotted = {key.replace("__", "."): value for key, value in flags.items()}
+    return load(GatewayConfig, path, environment or {}, dotted)
+
+
+YAML = "listen: {port: 9000}\nengines:\n  - url: http://e:1/\n  - {url: 'https://f:2', name: mine, models: [m]}\n"
+TOML = """
+[listen]
+port = 9000
+[[engines]]
+url = "http://e:1/"
+[[engines]]
+url = "https://f:2"
+name = "mine"
+models = ["m"]
+"""
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+    config = loaded(tmp_path, YAML)
+    assert config == loaded(tmp_path, TOML, "g.toml")
+    assert config.listen.admin == 9001
+    assert [engine.engine for engine in config.engines] == ["e:1", "mine"]
+
+
+def test_variables_stand_above_the_file_and_flags_above_both(tmp_path: Path) -> None:
+    environment = {"WARMROUTE_LISTEN__PORT": "9100", "WARMROUTE_LIMITS__DRAIN_S": "2.5", "OTHER": "x"}
+    assert loaded(tmp_path, YAML, environment=environment).listen.port == 9100
+    assert loaded(tmp_path, YAML, environment=environment).limits.drain_s == 2.5
+    assert loaded(tmp_path, YAML, environment=environment, listen__port=9200).listen.port == 9200
+    assert loaded(tmp_path, YAML, listen__port=None).listen.port == 9000
+    engines = {"WARMROUTE_ENGINES": '[{"url": "http://g:3"}]'}
+    assert [engine.url for engine in loaded(tmp_path, YAML, environment=engines).engines] == ["http://g:3"]
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "") == GatewayConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("listne: {port: 1}", "listne is not known; did you mean listen?"),
+        ("listen: {prot: 1}", "listen.prot is not known; did you mean listen.port?"),
+        ("engines: [{ulr: x, url: 'http://e:1'}]", "engines.0.ulr is not known; did you mean engines.url?"),
+        ("listen: {port: 0}", "listen.port"),
+        ("listen: {port: many}", "listen.port"),
+        ("listen: {port: 9, admin_port: 9}", "admin_port must differ from port (9)"),
+        ("listen: {port: 65535}", "admin_port must be given"),
+        ("timeouts: {first_byte_s: 1}", "must not be below connect_s"),
+        ("engines: [{url: 'ftp://e'}]", "engines.0.url: must be http://host:port"),
+        ("engines: [{url: 'http://e:1/v1'}]", "without /v1"),
+        ("engines: [{url: 'http://e:1'}, {url: 'http://e:1'}]", "two engines are named 'e:1'"),
+        ("[1, 2]", "must hold keys and values"),
+        ("listen: 5", "listen"),
+        ("a: b: c", "g.yaml"),
+        ("log_level: loud", "log_level"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        loaded(tmp_path, text)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WARMROUTE_LISTEN__PROT": "1"}, "WARMROUTE_LISTEN__PROT is not known; did you mean WARMROUTE_LISTEN__PORT?"),
+        ({"WARMROUTE_ENGINES": "[1"}, "engines is not valid JSON"),
+        ({"WARMROUTE_LISTEN__PORT": "x"}, "listen.port"),
+    ],
+)
+def test_a_wrong_variable_is_named(tmp_path: Path, environment: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says.replace("?", r"\?")):
+        loaded(tmp_path, "", environment=environment)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere\.yaml can't be read"):
+        load(GatewayConfig, tmp_path / "nowhere.yaml", {}, {})
+
+
+def test_every_field_is_documented() -> None:
+    for name, field in fields(GatewayConfig):
+        is_section = name in ("listen", "directory", "limits", "timeouts")
+        assert is_section or field.description, name
+
+
+def test_check_prints_what_is_in_force_without_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "g.yaml"
+    path.write_text("directory: {url: 'redis://me:hunter2@r:1/0'}\nengines: [{url: 'http://e:1', api_key: hunter3}]\n")
+    command = [sys.executable, "-m", "warmroute.cli", "gateway", "--config", str(path), "--check", "--port", "9000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "hunter" not in done.stdout
+    shown = yaml.safe_load(done.stdout)
+    assert shown["directory"]["url"] == "redis://me:***@r:1/0"
+    assert shown["engines"][0]["api_key"] == "***"
+    assert shown["listen"]["port"] == 9000
+
+
+def test_what_check_prints_can_be_read_again(tmp_path: Path) -> None:
+    config = loaded(tmp_path, YAML)
+    assert loaded(tmp_path, effective(config)) == config
+
+
+def test_a_wrong_file_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "g.yaml"
+    path.write_text("listen: {prot: 1}")
+    command = [sys.executable, "-m", "warmroute.cli", "gateway", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "warmroute gateway: the key listen.prot is not known; did you mean listen.port?\n"

@@ -1,0 +1,133 @@
+"""Configuration of every part: one YAML or TOML file, `WARMROUTE_*` variables above it, flags above both.
+
+A variable names a field by its path, joined with two underscores: `WARMROUTE_LISTEN__PORT=8080`. Lists are JSON. An
+unknown key, in the file or in a variable, is an error that names the nearest known one.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+from urllib.parse import urlsplit, urlunsplit
+
+import yaml
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+
+PREFIX = "WARMROUTE_"
+MASK = "***"
+Config = TypeVar("Config", bound=BaseModel)
+
+
+class ConfigurationError(Exception):
+    """The configuration can't be used; the message is a sentence for each thing that is wrong."""
+
+
+def load(kind: type[Config], path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
+    """The configuration in force. `flags` maps dotted paths to values; `None` means not given."""
+    values = {} if path is None else _read(path)
+    known = dict(fields(kind))
+    for name, text in environment.items():
+        if name.startswith(PREFIX):
+            _set(values, _field_of(name, known), text)
+    for dotted, value in flags.items():
+        if value is not None:
+            _set(values, dotted, value)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(_sentence(each, known) for each in error.errors())) from None
+
+
+def fields(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field with its dotted path, sections before their own fields."""
+    for name, field in kind.model_fields.items():
+        yield f"{above}{name}", field
+        for section in _sections(field.annotation):
+            yield from fields(section, f"{above}{name}.")
+
+
+def effective(config: BaseModel) -> str:
+    """The configuration as YAML, without secrets."""
+    return str(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} can't be read: {error}") from None
+    try:
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} must hold keys and values, not {type(values).__name__}")
+    return values
+
+
+def _field_of(variable: str, known: Mapping[str, FieldInfo]) -> str:
+    dotted = variable.removeprefix(PREFIX).lower().replace("__", ".")
+    if dotted in known:
+        return dotted
+    names = {f"{PREFIX}{each.upper().replace('.', '__')}" for each in known}
+    raise ConfigurationError(f"the variable {variable} is not known{_nearest(variable, names)}")
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigurationError(f"{section} must hold keys and values")
+        values = inner
+    if isinstance(value, str) and value[:1] in "[{":
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{dotted} is not valid JSON: {error}") from None
+    values[last] = value
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    kinds = [annotation, *get_args(annotation)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def _sentence(error: Any, known: Mapping[str, FieldInfo]) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        plain = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
+        return f"the key {path} is not known{_nearest(plain, known.keys())}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{path}: {message}" if path else str(message)
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, SecretStr):
+        return _masked(value.get_secret_value())
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _masked(secret: str) -> str:
+    """A URL keeps all but its password; anything else is hidden whole."""
+    parts = urlsplit(secret)
+    if not parts.scheme or not parts.netloc:
+        return MASK if secret else ""
+    if parts.password is None:
+        return secret
+    user, _, place = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:{MASK}@{place}"))
