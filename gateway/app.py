@@ -25,6 +25,7 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics
 from gateway.openai_api import OpenAiApi
+from gateway.prefetch import Prefetcher
 from gateway.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -64,13 +65,14 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
-        completion = Completion(fleet, encoders, ChunkLookup(directory, clock), ledger, upstream, metrics, clock)
+        lookup, prefetcher = ChunkLookup(directory, clock), Prefetcher(control)
+        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         admin = _server(create_admin_api(completion, fleet, encoders, ledger, metrics, stop.is_set), 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(fleet.run()), tasks.create_task(encoders.run())]
+            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher)]
             servers = [
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),

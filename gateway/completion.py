@@ -1,4 +1,4 @@
-"""The story of a request: encode -> keys -> lookup -> route -> book -> forward -> settle. And nothing else."""
+"""The story of a request: encode -> keys -> lookup -> route -> book -> hint -> forward -> settle. And nothing else."""
 
 import asyncio
 import hashlib
@@ -27,6 +27,7 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
+from gateway.prefetch import Prefetcher, hint_for
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.router import route
 from gateway.routing.seconds import NEUTRAL_FLOPS
@@ -93,10 +94,11 @@ class Completion:
         lookup: ChunkLookup,
         ledger: Ledger,
         upstream: Upstream,
+        prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._fleet, self._encoders, self._lookup = fleet, encoders, lookup
+        self._fleet, self._encoders, self._lookup, self._prefetcher = fleet, encoders, lookup, prefetcher
         self._ledger, self._upstream, self._metrics, self._clock = ledger, upstream, metrics, clock
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
@@ -224,6 +226,7 @@ class Completion:
         """Send the request to one engine. A failure before the client's first byte is returned, not raised."""
         request, score = incoming.request, decision.ranked[0]
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
+        self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
         try:
             answer = await self._send(incoming, view, may_retry)

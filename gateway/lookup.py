@@ -34,9 +34,12 @@ class ChunkChain:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """What the directory said: each engine's match, and whether it answered (`degraded` says what was missing)."""
+    """What the directory said: each engine's match over its own keys (the chunks in its way of naming), and whether
+    it answered (`degraded` says what was missing).
+    """
 
     matches: dict[str, PrefixMatch] = field(default_factory=dict)
+    keys: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     is_known: bool = True
     degraded: str | None = None
 
@@ -92,7 +95,10 @@ class ChunkLookup:
         matches: dict[str, PrefixMatch] = {}
         for chain, found in zip(asked, answers, strict=True):
             matches |= matched_prefixes(found.records, [view.reach for view in chain.engines])
-        return Holders(matches, degraded="partial_directory" if any(each.is_partial for each in answers) else None)
+        keys = {view.engine: chain.keys for chain in asked for view in chain.engines}
+        return Holders(
+            matches, keys, degraded="partial_directory" if any(each.is_partial for each in answers) else None
+        )
 
 
 def _naming(registration: EngineRegistration) -> tuple[bytes, str, int, int | None]:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -306,12 +307,26 @@ def _run_folder(options: FleetOptions) -> Iterator[Path]:
     if len(os.fsencode(folder / "host-9999.sock")) > SOCKET_PATH_BYTES_MAX:
         folder.rmdir()
         raise FleetError(f"{base} is too long a path for sockets; set TMPDIR to a shorter one")
-    try:
-        with (folder / "lock").open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _janitor(folder), (folder / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
             yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _janitor(folder: Path) -> Iterator[None]:
+    """A process that removes the folder if this one is killed: see `warmroute.janitor`."""
+    command = [sys.executable, "-m", "warmroute.janitor", str(folder)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+    ) as janitor:
+        try:
+            yield
+        finally:
+            janitor.kill()
 
 
 def _sweep(base: Path) -> None:

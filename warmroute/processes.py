@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Supervisor:
                 stderr=log,
                 env={**os.environ, **part.environment},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the parts in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(_die_with_parent, os.getpid()),
             )
 
     async def _watch(self, part: Part) -> None:
@@ -131,9 +132,11 @@ async def _end(part: Part) -> None:
         await process.wait()
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the part: be told to end when the parent is gone."""
+def _die_with_parent(parent: int) -> None:
+    """In the child, before it becomes the part: be told to end when the parent is gone, and end now if it is."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _reason(code: int) -> str:

@@ -28,6 +28,7 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
+from gateway.prefetch import Prefetcher
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
@@ -102,7 +103,10 @@ async def gateway_for(
         ledger, metrics = Ledger(clock), GatewayMetrics()
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(directory, clock)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, metrics, clock)
+        prefetcher = Prefetcher(control)
+        hinting = asyncio.create_task(prefetcher.run())
+        stack.callback(hinting.cancel)
+        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()

@@ -246,9 +246,21 @@ def test_nothing_runs_on_when_it_is_ended_while_starting(tmp_path: Path, number:
     process.send_signal(number)
     process.communicate(timeout=60)
     until(lambda: not any(is_alive(pid) for pid in pids), 30, "every part has ended")
+    assert left_behind(tmp_path) == []
     if number is not signal.SIGKILL:
         assert process.returncode == 0
-        assert left_behind(tmp_path) == []
+
+
+def test_twenty_starts_and_stops_leave_nothing_whether_ended_or_killed(tmp_path: Path) -> None:
+    for number in range(20):
+        process = up(tmp_path)
+        wanted = 2 + number % 6
+        until(lambda: len(children(process.pid)) >= wanted, 60, "parts were started")  # noqa: B023
+        pids = children(process.pid)
+        process.send_signal(signal.SIGKILL if number % 2 else signal.SIGINT)
+        process.communicate(timeout=60)
+        until(lambda: not any(is_alive(pid) for pid in pids), 60, "every part has ended")  # noqa: B023
+    assert left_behind(tmp_path) == []
 
 
 def test_keys_is_quick_to_answer() -> None:
