@@ -380,8 +380,11 @@ class ChunkClient:
             self._life, self._link = life, link
             self._owed.clear()
             held = [reference.number for reference in self._reads if reference.life == life]
-            self._owed.append(Holding(held, list(self._filling)))
+            holding = Holding(held, list(self._filling))
             self._is_gpu_stale = True
+        # Before the tier is there for anybody: said later, it would take back what was granted in between.
+        if not link.send(holding):
+            raise ConnectionResetError("the agent took no greeting")
         logger.info("attached to the agent at %s", self._door)
 
     def _heed(self, message: AgentMessage, link: Link) -> None:
