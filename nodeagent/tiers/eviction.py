@@ -20,6 +20,10 @@ class EvictionPolicy(Protocol):
         """A chunk was stored; it is new, or replaces itself."""
         ...
 
+    def add_oldest(self, key: bytes, parent: bytes | None, position: int) -> None:
+        """A chunk from before was found, or is put in its place: it goes before all others."""
+        ...
+
     def touch(self, key: bytes) -> None:
         """A chunk was used, and with it its ancestors. An unknown key is ignored."""
         ...
@@ -52,6 +56,11 @@ class Lru:
         """See `EvictionPolicy`."""
         self._links[key] = _Link(parent, position)
         self.touch(key)
+
+    def add_oldest(self, key: bytes, parent: bytes | None, position: int) -> None:
+        """See `EvictionPolicy`."""
+        self._links[key] = _Link(parent, position)
+        self._links.move_to_end(key, last=False)
 
     def touch(self, key: bytes) -> None:
         """See `EvictionPolicy`. The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
