@@ -12,7 +12,7 @@ from the directory before their files go. A file that can't be removed stays cou
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
@@ -25,6 +25,7 @@ from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import FileHeader, file_bytes
+from nodeagent.tiers.dram import Withdrawn
 from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.file_store import Store
 from nodeagent.tiers.hierarchy import Entry, Hierarchy
@@ -40,7 +41,6 @@ ROOM_FRACTION = 100
 STUCK_FILES_MAX = 4_096
 READ_BYTES_PER_S = 1e9
 """Believed of a drive until reads were seen."""
-READ_FIXED_S = 0.001
 READ_RATE_WEIGHT = 0.2
 NVME = Tier.NVME.label
 
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
-Withdrawn = Callable[[Sequence[bytes]], Awaitable[None]]
 
 
 class NvmeTier:
