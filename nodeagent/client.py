@@ -131,9 +131,7 @@ class ChunkClient:
         return self._tier_known.wait(timeout_s)
 
     def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
-        """References to the leading run of `keys` (storage keys) that the host holds; none on any trouble. Chunks on
-        disk are read into memory first, as far as `timeout_s` allows.
-        """
+        """References to the leading run of `keys` (storage keys) that the host holds, or reads from disk in time."""
         attachment = self._attachment
         wanted = list(keys[:OPEN_KEYS_MAX])
         if attachment is None or not wanted or not _are_keys(wanted, STORAGE_KEY_BYTES):

@@ -1,4 +1,4 @@
-"""The NVMe tier through the door: what DRAM lost is read from disk, before and after a restart; bad files are misses."""
+"""The NVMe tier through the door: what DRAM lost is read from disk, also after a restart; bad files are misses."""
 
 import asyncio
 import json
@@ -80,11 +80,13 @@ def test_a_conversation_larger_than_dram_hits_nvme_with_the_same_bytes_and_again
         assert len(tiers) == len(NAMES)
         assert tiers.count("nvme") >= len(NAMES) - SLOTS
         hits = {
-            tier: agent.metric("warmroute_tier_hit_tokens_total", tier=tier, source="local") for tier in ("dram", "nvme")
+            tier: agent.metric("warmroute_tier_hit_tokens_total", tier=tier, source="local")
+            for tier in ("dram", "nvme")
         }
         eventually(
-            lambda: agent.metric("warmroute_tier_hit_tokens_total", tier="nvme", source="local")
-            == 16 * tiers.count("nvme"),
+            lambda: (
+                agent.metric("warmroute_tier_hit_tokens_total", tier="nvme", source="local") == 16 * tiers.count("nvme")
+            ),
             f"hits by tier ({hits})",
         )
         requested = agent.metric("warmroute_tier_tokens_requested_total")
@@ -224,7 +226,8 @@ def test_an_open_without_time_takes_what_is_in_dram_and_the_read_still_lands(tmp
 
         assert agent.call(hurried()) == []
         eventually(
-            lambda: agent.on_loop(lambda: agent.agent._tier.hierarchy.find(storage_key(NAMES[0]))) is not None, "the chunk"
+            lambda: agent.on_loop(lambda: agent.agent._tier.hierarchy.find(storage_key(NAMES[0]))) is not None,
+            "the chunk",
         )
         assert agent.tier()["reservations"] == 0
 
@@ -279,7 +282,7 @@ def test_killed_while_it_writes_it_starts_again_and_no_byte_is_wrong(tmp_path):
         eventually(lambda: not nvme_status(agent)["is_restoring"], "the index")
         assert nvme_status(agent)["chunks"] == len(files) >= 20
         assert agent.metric("warmroute_checksum_failures_total") == 0
-        assert not [path for path in folder.rglob("*.tmp")]
+        assert not list(folder.rglob("*.tmp"))
 
 
 def test_without_nvme_nothing_of_it_shows(tmp_path):
