@@ -15,6 +15,7 @@ from nodeagent.__main__ import USAGE_EXIT, main
 from nodeagent.client import ChunkLabel, PutResult
 from nodeagent.config import AgentConfig
 from nodeagent.tiers.chunk_file import HEADER_BYTES, file_bytes, name_of
+from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     SLOTS,
@@ -262,7 +263,7 @@ from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import label, payload
 store = FolderStore(sys.argv[1])
 store.open()
-for number in range(1_000_000):
+for number in range(500):
     data = payload(f"k{number}", 200_000)
     store.put(FileHeader(label(f"k{number}"), UNKNOWN_IDENTITY, 200_000, xxhash.xxh3_128_digest(data)), data)
     print(number, flush=True)
@@ -271,6 +272,7 @@ for number in range(1_000_000):
 
 def test_killed_while_it_writes_it_starts_again_and_no_byte_is_wrong(tmp_path):
     folder = tmp_path / "nvme"
+    payloads = {storage_key(f"k{number}"): payload(f"k{number}", 200_000) for number in range(500)}
     for _ in range(5):
         with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE) as writer:
             for _ in range(20):
@@ -278,6 +280,11 @@ def test_killed_while_it_writes_it_starts_again_and_no_byte_is_wrong(tmp_path):
             writer.send_signal(signal.SIGKILL)
             writer.wait(WAIT_S)
     files = [path for path in folder.rglob("*") if path.is_file() and len(path.name) == 64]
+    store, target = FolderStore(str(folder)), bytearray(200_000)
+    for found in store.listing().files:
+        key = store.header(found.name).label.storage_key
+        store.read_into(key, memoryview(target))
+        assert target == payloads[key]
     with running_agent(tmp_path, dram_bytes=8 << 20, **nvme(tmp_path)) as agent:
         eventually(lambda: not nvme_status(agent)["is_restoring"], "the index")
         assert nvme_status(agent)["chunks"] == len(files) >= 20
