@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from directory.errors import DirectoryError
 from nodeagent.agent import run
-from nodeagent.config import GIB, AgentConfig
+from nodeagent.config import GIB, NVME_WRITES, AgentConfig
 from nodeagent.errors import AgentError
 from nodeagent.publisher import WALK_INTERVAL_S
 
@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             door=arguments.door,
             redis_url=arguments.redis,
             dram_bytes=int(arguments.dram_gb * GIB),
+            nvme_path=arguments.nvme,
+            nvme_bytes=int(arguments.nvme_gb * GIB) if arguments.nvme_gb is not None else None,
+            nvme_write=arguments.nvme_write,
             bind=arguments.bind,
             port=arguments.port,
             agent_url=arguments.agent_url,
@@ -51,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--door", required=True, metavar="PATH", help="the Unix socket for engines")
     parser.add_argument("--redis", required=True, metavar="URL", help="the fleet directory")
     parser.add_argument("--dram-gb", type=float, default=1.0, help="quota of the DRAM tier in GiB (default 1)")
+    parser.add_argument("--nvme", metavar="PATH", help="a folder of its own for the NVMe tier (default: no such tier)")
+    parser.add_argument("--nvme-gb", type=float, metavar="F", help="quota of the NVMe tier in GiB; goes with --nvme")
+    parser.add_argument(
+        "--nvme-write",
+        choices=NVME_WRITES,
+        default="hit",
+        help="write to NVMe what was hit in DRAM, or every chunk (default hit)",
+    )
     parser.add_argument("--bind", default="127.0.0.1", help="address of the agent's HTTP (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port of the agent's HTTP (default: a free one)")
     parser.add_argument("--agent-url", metavar="URL", help="where gateways reach the HTTP (default: bind and port)")

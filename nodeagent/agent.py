@@ -1,6 +1,7 @@
 """The composition root of the node agent: everything is made here, runs in one task group, and ends in order."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
@@ -26,7 +27,11 @@ from nodeagent.publisher import Publisher
 from nodeagent.registration import Clock, FleetTable, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
-from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.dram import DramTier, Withdrawn
+from nodeagent.tiers.file_store import FolderStore
+from nodeagent.tiers.nvme import NvmeTier
+from nodeagent.tiers.promotion import LowerTier, NoLowerTier, Promotion, status_of
+from nodeagent.tiers.restore import restore
 
 WITHDRAW_WAIT_S = 0.05
 HOST_KEYS_MAX = 16_000_000
@@ -79,6 +84,11 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
+        self._store = FolderStore(config.nvme_path) if config.nvme_path is not None else None
+        self._nvme: NvmeTier | None = None
+        self._lower: LowerTier = NoLowerTier()
+        self._promotion: Promotion
+        self._nvme_writing: asyncio.Task[None]
         self._stopping = asyncio.Event()
         self._is_ready = False
 
@@ -88,16 +98,18 @@ class Agent:
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
         """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
-        listener = self._listen()
-        try:
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(self._listen())
+            if self._store is not None:
+                self._store.open()
+                opened.callback(self._store.close)
             async with asyncio.TaskGroup() as group:
                 await self._run_in(group, listener, ready)
-        finally:
-            listener.close()
 
     def status(self) -> dict[str, Any]:
         """What `/status` shows: lives, tiers, engines, and how much is pending."""
         hierarchy = self._tier.hierarchy
+        nvme = self._nvme
         return {
             "host": self._config.host,
             "incarnations": _names(self._host),
@@ -110,7 +122,8 @@ class Agent:
                     "slots": hierarchy.arena.slots if hierarchy is not None else 0,
                     "references": hierarchy.open_references if hierarchy is not None else 0,
                     "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
-                }
+                },
+                **({Tier.NVME.label: status_of(nvme, self._promotion)} if nvme is not None else {}),
             },
             "engines": [
                 {
@@ -132,13 +145,14 @@ class Agent:
     async def _run_in(
         self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
     ) -> None:
-        """Build bottom up, serve, then end top down: readiness, door, engines, tier, host's life, HTTP."""
+        """Build bottom up, serve, then end top down: readiness, door, engines, host's life, tiers, HTTP."""
         table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
-        host = self._host_publisher(listener, table)
+        host = self._host = self._host_publisher(listener, table)
+        withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram_bytes, host.record, partial(_await_withdrawn, host), group, self._metrics
+            self._config.dram_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
-        self._host = host
+        nvme_loops = self._add_nvme(group, host, withdrawn)
         roster = self._roster = Roster(
             self._config.host,
             self._directory,
@@ -149,21 +163,22 @@ class Agent:
             sleep=self._sleep,
             metrics=self._metrics,
             walk_interval_s=self._config.walk_interval_s,
+            nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
         )
-        self._metrics.announced_chunks.labels(Tier.DRAM.label).set_function(lambda: host.announced_keys)
-        self._metrics.announced_chunks.labels(Tier.GPU.label).set_function(
-            lambda: sum(engine.publisher.announced_keys for engine in roster.engines)
-        )
+        self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
         door = Door(
-            self._config.door, processes, lambda peer: Session(peer, life, processes, roster, tier, self._metrics)
+            self._config.door,
+            processes,
+            lambda peer: Session(peer, life, processes, roster, tier, self._lower, self._metrics),
         )
         door.open()
         http = HttpServer(
-            create_api(self._files, self._metrics.registry, lambda: self._is_ready, self.status), listener
+            create_api(self._files, self._metrics.registry, lambda: self._is_ready, self.status, self._lower.prefetch),
+            listener,
         )
-        loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())]
+        loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
         try:
@@ -180,9 +195,42 @@ class Agent:
             await roster.close()
             await _end(loops)
             await host.stop()
+            await self._close_nvme()
             await tier.close()
             http.should_exit = True
             await asyncio.wait([web])
+
+    def _add_nvme(self, group: asyncio.TaskGroup, host: Publisher, withdrawn: Withdrawn) -> list[asyncio.Task[None]]:
+        """The tier behind DRAM, if there is one; returns the loops that may be cancelled at any moment."""
+        if self._store is None or self._config.nvme_bytes is None:
+            return []
+        nvme = self._nvme = NvmeTier(
+            self._store, self._config.nvme_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
+        )
+        promotion = self._lower = self._promotion = Promotion(
+            self._tier, nvme, group, self._metrics, writes_through=self._config.nvme_write == "through"
+        )
+        self._tier.on_stored = promotion.note_stored
+        self._nvme_writing = group.create_task(nvme.run())
+        return [group.create_task(restore(nvme, self._metrics)), group.create_task(promotion.run())]
+
+    async def _close_nvme(self) -> None:
+        """Before the arena goes: reads and the write in hand use its slots."""
+        if self._nvme is not None:
+            await self._promotion.close()
+            await self._nvme.close(self._nvme_writing)
+
+    def _nvme_rate(self) -> float:
+        assert self._nvme is not None, "asked for only where the tier is"
+        return self._nvme.read_bytes_per_s
+
+    def _watch_announced(self, host: Publisher, roster: Roster) -> None:
+        announced = self._metrics.announced_chunks
+        for tier in (Tier.DRAM, Tier.NVME) if self._nvme is not None else (Tier.DRAM,):
+            announced.labels(tier.label).set_function(partial(host.announced_in, tier))
+        announced.labels(Tier.GPU.label).set_function(
+            lambda: sum(engine.publisher.announced_keys for engine in roster.engines)
+        )
 
     def _listen(self) -> socket.socket:
         try:
@@ -208,10 +256,10 @@ class Agent:
         )
 
     def _load(self) -> Load:
-        return Load(
-            tier_bytes_used={Tier.DRAM: self._tier.used_bytes},
-            tier_bytes_limit={Tier.DRAM: self._tier.quota_bytes},
-        )
+        used, limit = {Tier.DRAM: self._tier.used_bytes}, {Tier.DRAM: self._tier.quota_bytes}
+        if self._nvme is not None:
+            used[Tier.NVME], limit[Tier.NVME] = self._nvme.used_bytes, self._nvme.quota_bytes
+        return Load(tier_bytes_used=used, tier_bytes_limit=limit)
 
     def _process_gone(self, process: Process) -> None:
         self._roster.process_gone(process)

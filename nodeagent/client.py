@@ -59,6 +59,7 @@ RECONNECT_MAX_S = 2.0
 WELCOME_S = 10.0
 STOP_S = 5.0
 GIVE_BACK_S = 0.05
+REPLY_S = 0.05  # of an open's time (at most half of it), left for its answer to come back
 GPU_CHANGES_MAX = 65_536
 OWED_MAX = 65_536
 
@@ -130,18 +131,19 @@ class ChunkClient:
         return self._tier_known.wait(timeout_s)
 
     def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
-        """References to the leading run of `keys` (storage keys) that the host holds; none on any trouble."""
+        """References to the leading run of `keys` (storage keys) that the host holds, or reads from disk in time."""
         attachment = self._attachment
         wanted = list(keys[:OPEN_KEYS_MAX])
         if attachment is None or not wanted or not _are_keys(wanted, STORAGE_KEY_BYTES):
             return []
-        answer = attachment.link.request(lambda number: Open(number, wanted), timeout_s)
+        wait_s = max(0.0, timeout_s - min(REPLY_S, timeout_s / 2))
+        answer = attachment.link.request(lambda number: Open(number, wanted, wait_s), timeout_s)
         if not isinstance(answer, Opened):
             return []
         return [
             OpenedChunk(
                 key,
-                Tier.DRAM.label,
+                (Tier.NVME if each.tier == Tier.NVME else Tier.DRAM).label,
                 each.length,
                 Reference(attachment.life, each.reference),
                 each.slot,

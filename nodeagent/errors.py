@@ -2,6 +2,9 @@
 
 AgentError
 ├─ TierUnavailable     a tier can't be had as asked (memory, chunk size); the agent lives on without it
+├─ ChunkCorrupt        a chunk's bytes or header aren't what they should be: a miss, and the copy goes
+│  └─ ChunkForeign     written by another version, or encrypted with a key that isn't here
+├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
 ├─ DoorUnavailable     the door's socket can't be opened: a live agent listens there, or the path isn't usable
 ├─ DoorProtocolError   what came through the door isn't a message; the connection is closed, the agent lives
 └─ HelloRefused        an engine's description that must not be registered; its connection is told why
@@ -14,6 +17,18 @@ class AgentError(Exception):
 
 class TierUnavailable(AgentError):
     """A tier can't be had as asked; the message says what was asked and what there is."""
+
+
+class ChunkCorrupt(AgentError):
+    """A copy of a chunk that must not be used; the message says what is wrong with it."""
+
+
+class ChunkForeign(ChunkCorrupt):
+    """A chunk's file that this agent can't read, though nothing is wrong with it."""
+
+
+class ChunkConflict(AgentError):
+    """A chunk's key is taken by other bytes."""
 
 
 class DoorUnavailable(AgentError):

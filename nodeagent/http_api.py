@@ -1,24 +1,40 @@
-"""The agent's HTTP: health, metrics, its state for a reader, and tokenizer files by digest."""
+"""The agent's HTTP: health, metrics, its state for a reader, tokenizer files by digest, and hints to prefetch."""
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from nodeagent.files import FileShelf
 
 BACKLOG = 128
 SHUTDOWN_S = 2
+PREFETCH_KEYS_MAX = 4_096
+PREFETCH_BODY_BYTES_MAX = 256 * 1_024
+
+DirectoryKeyHex = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
+
+
+class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /prefetch`: directory keys in hex, in the order in which they will be wanted."""
+
+    keys: Annotated[list[DirectoryKeyHex], msgspec.Meta(max_length=PREFETCH_KEYS_MAX)]
 
 
 def create_api(
-    files: FileShelf, registry: CollectorRegistry, is_ready: Callable[[], bool], status: Callable[[], dict[str, Any]]
+    files: FileShelf,
+    registry: CollectorRegistry,
+    is_ready: Callable[[], bool],
+    status: Callable[[], dict[str, Any]],
+    prefetch: Callable[[Sequence[bytes]], int],
 ) -> FastAPI:
-    """The application; `status` gives what `/status` shows."""
+    """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try."""
     app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
@@ -40,6 +56,11 @@ def create_api(
     async def agent_status() -> dict[str, Any]:
         return status()
 
+    @app.post("/prefetch", status_code=202)
+    async def prefetch_chunks(request: Request) -> dict[str, int]:
+        hint = _read_hint(await _bounded_body(request))
+        return {"accepted": prefetch([bytes.fromhex(key) for key in hint.keys])}
+
     @app.get("/files/{sha256}")
     async def file(sha256: str) -> Response:
         content = files.get(sha256)
@@ -48,6 +69,24 @@ def create_api(
         return Response(content, media_type="application/octet-stream")
 
     return app
+
+
+async def _bounded_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > PREFETCH_BODY_BYTES_MAX:
+            raise HTTPException(413, f"the body exceeds {PREFETCH_BODY_BYTES_MAX} bytes")
+    return bytes(body)
+
+
+def _read_hint(body: bytes) -> PrefetchRequest:
+    try:
+        return msgspec.json.decode(body, type=PrefetchRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HTTPException(
+            400, f'the body must be {{"keys": [up to {PREFETCH_KEYS_MAX} directory keys in hex]}}: {error}'
+        ) from error
 
 
 class HttpServer(uvicorn.Server):

@@ -13,6 +13,7 @@ import msgspec
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.costs import ModelShape
 from directory.identity import Identity
+from directory.tiers import Tier
 from nodeagent.errors import DoorProtocolError
 
 DOOR_VERSION = 1
@@ -86,10 +87,14 @@ class Holding(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Ask for references to the leading run of `keys` that the host holds."""
+    """Ask for references to the leading run of `keys` that the host holds.
+
+    The answer comes within `wait_s`, in which chunks may be read from slower tiers; 0 takes what is in DRAM.
+    """
 
     id: Count
     keys: Annotated[list[StorageKey], msgspec.Meta(max_length=OPEN_KEYS_MAX)]
+    wait_s: Amount = 0.0
 
 
 class Close(Message, frozen=True):
@@ -178,13 +183,14 @@ class ArenaRefused(Message, frozen=True):
 
 
 class OpenedSlot(msgspec.Struct, frozen=True, array_like=True):
-    """One reference: where the chunk lies and how to check it."""
+    """One reference: where the chunk lies, how to check it, and the tier it came from."""
 
     reference: int
     slot: int
     generation: int
     length: int
     checksum: bytes
+    tier: int = int(Tier.DRAM)
 
 
 class Opened(Message, frozen=True):

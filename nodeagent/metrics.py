@@ -24,7 +24,7 @@ class AgentMetrics:
         self.bytes_limit = Gauge("warmroute_tier_bytes_limit", "The tier's quota", ["tier"], registry=registry)
         self.read_seconds = Histogram(
             "warmroute_tier_read_seconds",
-            "Seconds an engine took to read a run of chunks",
+            "Seconds of a read: from dram a run of chunks by an engine, from nvme one chunk by the agent",
             ["tier"],
             registry=registry,
             buckets=READ_BUCKETS_S,
@@ -39,6 +39,12 @@ class AgentMetrics:
         self.evictions = Counter("warmroute_evictions", "Chunks evicted", ["tier", "reason"], registry=registry)
         self.admission_refused = Counter(
             "warmroute_admission_refused", "Puts that were refused, by reason", ["reason"], registry=registry
+        )
+        self.prefetched = Counter(
+            "warmroute_prefetched_chunks", "Chunks read into dram because a gateway said so", registry=registry
+        )
+        self.prefetches_dropped = Counter(
+            "warmroute_prefetches_dropped", "Prefetches that weren't done, by reason", ["reason"], registry=registry
         )
         self.announced_chunks = Gauge(
             "warmroute_announced_chunks", "Chunks this host's lives hold in the directory", ["tier"], registry=registry

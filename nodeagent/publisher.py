@@ -99,6 +99,10 @@ class Publisher:
         waiting = sum(map(len, self._placements)) + sum(map(len, self._queue))
         return max(0, len(self.inventory) - waiting)
 
+    def announced_in(self, tier: int) -> int:
+        """Keys of one tier that the directory is believed to hold; what is still to be sent counts as of any tier."""
+        return max(0, self.announced_keys - len(self.inventory) + self.inventory.held_in(tier))
+
     @property
     def is_settled(self) -> bool:
         """Whether a life is established, and nothing is pending, in flight, or in doubt."""
@@ -113,6 +117,10 @@ class Publisher:
         """Note in which tiers `key` is now. Never waits; a state that isn't new only counts as a use."""
         if self.inventory.set(key, mask):
             self._make_pending(key, self._clock())
+
+    def record_in(self, tier: int, key: bytes, mask: int) -> None:
+        """Note whether `key` is in one tier (`mask` is the tier's bit, or 0); what is known of others stays."""
+        self.record(key, self.inventory.mask(key) & ~tier | mask)
 
     def record_all(self, states: Mapping[bytes, int]) -> None:
         """Note the whole inventory, least recently used first: keys that aren't in `states` are gone."""

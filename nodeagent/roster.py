@@ -8,6 +8,7 @@ its `gpu` placements end with it: what it stored belongs to the host.
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -30,6 +31,7 @@ ENGINES_MAX = 64
 GPU_KEYS_MAX = 4_000_000
 DRAM_BYTES_PER_S = 3e9
 DRAM_FIXED_S = 0.0005
+NVME_FIXED_S = 0.001
 READ_RATE_WEIGHT = 0.2
 
 logger = logging.getLogger(__name__)
@@ -45,15 +47,20 @@ class Connection(Protocol):
 
 @dataclass(eq=False, slots=True)
 class AttachedEngine:
-    """One engine: its registration, what it last reported, and the publisher of its `gpu` tier."""
+    """One engine: its registration, what it last reported, and the publisher of its `gpu` tier.
+
+    `identity_digest` is its shard's: whose bytes it puts.
+    """
 
     name: str
     process: Process
     registration: EngineRegistration
     flops: float
+    identity_digest: bytes
     running: int = 0
     waiting: int = 0
     dram_bytes_per_s: float = DRAM_BYTES_PER_S
+    nvme_bytes_per_s: Callable[[], float] | None = None
     client: bytes = b""
     connection: Connection | None = None
     publisher: Publisher = field(init=False)
@@ -62,7 +69,12 @@ class AttachedEngine:
 
     def load(self) -> Load:
         """What its renewals report: rates in FLOP/s and bytes/s, and its queue."""
-        rates = Rates(self.flops, {Tier.DRAM: self.dram_bytes_per_s}, {Tier.DRAM: DRAM_FIXED_S})
+        bytes_per_s, fixed_s = {Tier.DRAM: self.dram_bytes_per_s}, {Tier.DRAM: DRAM_FIXED_S}
+        if self.nvme_bytes_per_s is not None:
+            # A chunk on disk is read into DRAM first, and from there by the engine.
+            bytes_per_s[Tier.NVME] = 1 / (1 / self.nvme_bytes_per_s() + 1 / self.dram_bytes_per_s)
+            fixed_s[Tier.NVME] = DRAM_FIXED_S + NVME_FIXED_S
+        rates = Rates(self.flops, bytes_per_s, fixed_s)
         return Load(rates=rates, running=self.running, waiting=self.waiting)
 
     def note_read(self, read_bytes: int, read_s: float) -> None:
@@ -92,7 +104,8 @@ class AttachedEngine:
 class Roster:
     """Attaches and detaches engines; every method belongs to the event loop.
 
-    `group` holds the publishers' tasks. `host` is written into every registration.
+    `group` holds the publishers' tasks. `host` is written into every registration. `nvme_bytes_per_s` is the rate at
+    which the host's disk is read, where it has that tier.
     """
 
     def __init__(
@@ -107,6 +120,7 @@ class Roster:
         sleep: Sleep,
         metrics: AgentMetrics,
         walk_interval_s: float,
+        nvme_bytes_per_s: Callable[[], float] | None = None,
     ) -> None:
         self._host = host
         self._directory = directory
@@ -117,6 +131,7 @@ class Roster:
         self._sleep = sleep
         self._metrics = metrics
         self._walk_interval_s = walk_interval_s
+        self._nvme_bytes_per_s = nvme_bytes_per_s
         self._engines: dict[str, AttachedEngine] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -201,7 +216,14 @@ class Roster:
             raise HelloRefused(str(error)) from error
 
     def _begin(self, hello: Hello, registration: EngineRegistration, process: Process) -> AttachedEngine:
-        engine = AttachedEngine(hello.engine, process, registration, hello.flops)
+        engine = AttachedEngine(
+            hello.engine,
+            process,
+            registration,
+            hello.flops,
+            hello.identity.shard_digest(hello.tp_rank),
+            nvme_bytes_per_s=self._nvme_bytes_per_s,
+        )
         lives = Lives(self._directory, registration, engine.load, self._sleep, self._metrics)
         engine.publisher = Publisher(
             self._directory,

@@ -1,6 +1,7 @@
-"""One connection at the chunk door: hello, then requests, answered in order of arrival but for commits.
+"""One connection at the chunk door: hello, then requests, answered in order of arrival but for two kinds.
 
-A commit's bytes are checked in a thread while other requests of the connection go on. When the connection ends, what
+A commit's bytes are checked in a thread while other requests of the connection go on, and so does an open that reads
+chunks from disk. When the connection ends, what
 its process holds stays: references and reservations end with `Close`, `Abort`, or the process itself.
 """
 
@@ -8,6 +9,8 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
+from collections.abc import Collection
 
 from directory.tiers import Tier
 from nodeagent.errors import DoorProtocolError, HelloRefused, TierUnavailable
@@ -48,10 +51,13 @@ from nodeagent.processes import Holder, ProcessWatch
 from nodeagent.roster import AttachedEngine, Roster
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.promotion import LowerTier
 
 HELLO_S = 10.0
 SEND_S = 5.0
 COMMITS_MAX = 64
+READING_OPENS_MAX = 16
+"""Opens of one connection that read from disk at a time; one more takes what is in DRAM."""
 DRAM = Tier.DRAM.label
 
 logger = logging.getLogger(__name__)
@@ -67,6 +73,7 @@ class Session:
         processes: ProcessWatch,
         roster: Roster,
         tier: DramTier,
+        lower: LowerTier,
         metrics: AgentMetrics,
     ) -> None:
         self._connection = connection
@@ -74,9 +81,11 @@ class Session:
         self._processes = processes
         self._roster = roster
         self._tier = tier
+        self._lower = lower
         self._metrics = metrics
         self._sending = asyncio.Lock()
         self._commits = asyncio.Semaphore(COMMITS_MAX)
+        self._reading_opens = 0
         self._is_superseded = False
 
     def supersede(self) -> None:
@@ -160,13 +169,17 @@ class Session:
     ) -> None:
         match message:
             case Open():
-                await self._send(self._open(message, engine, holder))
+                if self._lower.continues(message.keys) and self._reading_opens < READING_OPENS_MAX:
+                    self._reading_opens += 1
+                    group.create_task(self._open_reading(message, engine, holder))
+                else:
+                    await self._send(self._open(message, engine, holder))
             case Close():
                 self._close(message, engine, holder)
             case Holding():
                 self._keep_only(message, engine, holder)
             case Reserve():
-                await self._send(self._reserve(message, holder))
+                await self._send(self._reserve(message, engine, holder))
             case Commit():
                 await self._commits.acquire()
                 group.create_task(self._commit(message, holder))
@@ -181,9 +194,25 @@ class Session:
             case LoadReport():
                 engine.note_load(message)
 
-    def _open(self, message: Open, engine: AttachedEngine, holder: Holder) -> Opened:
+    async def _open_reading(self, message: Open, engine: AttachedEngine, holder: Holder) -> None:
+        """Answer an open whose run goes on on disk: what is read in time is held, then handed out as one run."""
+        try:
+            run = await self._lower.open_run(message.keys, message.wait_s)
+            self._tier.account()
+            try:
+                if self._is_superseded:
+                    return
+                answer = self._open(message, engine, holder, run.from_nvme)
+            finally:
+                run.let_go()
+            await self._send(answer)
+        finally:
+            self._reading_opens -= 1
+
+    def _open(self, message: Open, engine: AttachedEngine, holder: Holder, from_nvme: Collection[bytes] = ()) -> Opened:
         hierarchy = self._tier.hierarchy
-        opened = hierarchy.open_run(message.keys, holder) if hierarchy is not None else []
+        opened = hierarchy.open_run(message.keys, holder, from_nvme) if hierarchy is not None else []
+        self._lower.note_hit(message.keys[: len(opened)])
         tokens = engine.registration.chunk_tokens
         self._metrics.tokens_requested.inc(len(message.keys) * tokens)
         self._metrics.tokens_missed.inc((len(message.keys) - len(opened)) * tokens)
@@ -196,14 +225,15 @@ class Session:
         failed = hierarchy.close(holder, message.failed)
         closed = hierarchy.close(holder, message.references)
         tokens = engine.registration.chunk_tokens
-        self._metrics.hit_tokens.labels(DRAM, "local").inc(len(closed) * tokens)
+        for tier, chunks in Counter(held.tier for held in closed).items():
+            self._metrics.hit_tokens.labels(tier.label, "local").inc(chunks * tokens)
         self._metrics.tokens_missed.inc(len(failed) * tokens)
         if message.read_bytes:
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
             engine.note_read(message.read_bytes, message.read_s)
-        for entry in failed:
+        for held in failed:
             self._metrics.degraded.labels("read_failed").inc()
-            self._tier.recheck(entry)
+            self._tier.recheck(held.entry)
         self._tier.account()
 
     def _keep_only(self, message: Holding, engine: AttachedEngine, holder: Holder) -> None:
@@ -213,14 +243,21 @@ class Session:
             self._metrics.tokens_missed.inc(ended * engine.registration.chunk_tokens)
             self._tier.account()
 
-    def _reserve(self, message: Reserve, holder: Holder) -> Reserved:
+    def _reserve(self, message: Reserve, engine: AttachedEngine, holder: Holder) -> Reserved:
         hierarchy = self._tier.hierarchy
         if hierarchy is None:
             return Reserved(message.id, PutOutcome.REFUSED)
         if message.parent == message.storage_key:
             raise DoorProtocolError("a chunk can't be its own parent")
         label = ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position)
-        granted = hierarchy.reserve(label, message.length, message.checksum, holder)
+        on_disk = self._lower.meet(label, message.length, message.checksum)
+        if on_disk is PutOutcome.CONFLICT:
+            self._note_outcome(on_disk)
+            return Reserved(message.id, on_disk)
+        granted = hierarchy.reserve(label, message.length, message.checksum, holder, engine.identity_digest)
+        if granted.outcome is PutOutcome.BUSY and on_disk is PutOutcome.HAVE:
+            # The other who fills a slot with this chunk is the agent, or will be told the same.
+            return Reserved(message.id, on_disk)
         if granted.evicted:
             self._metrics.evictions.labels(DRAM, "demand").inc(granted.evicted)
         self._note_outcome(granted.outcome)

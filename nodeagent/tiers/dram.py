@@ -30,7 +30,8 @@ class DramTier:
 
     `on_change` hears newest states (see `Hierarchy`). `withdrawn` waits until the directory has heard that keys are
     gone, within a bound of its own; only the work-ahead eviction calls it. `group` holds the checks under way: one
-    that has begun ends properly, whatever becomes of the connection that asked for it.
+    that has begun ends properly, whatever becomes of the connection that asked for it. `on_stored`, which may be set,
+    hears the storage key of each chunk that a put has stored.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class DramTier:
         self._group = group
         self._metrics = metrics
         self._policy = policy
+        self.on_stored: Callable[[bytes], None] = lambda _: None
         self._making = asyncio.Lock()
         self._free_low = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
@@ -138,6 +140,7 @@ class DramTier:
             logger.warning("a put was refused: its slot doesn't hold the bytes that were promised")
         if outcome is PutOutcome.STORED:
             self._metrics.write_bytes.labels("dram").inc(reservation.length)
+            self.on_stored(reservation.label.storage_key)
         self.account()
         return outcome
 

@@ -5,7 +5,7 @@ a hit ends at the root. A parent is then never older than its child, chains are 
 prefixes stay unbroken, without any list of children. A touch costs as many steps as the chain is long.
 
 A chunk that is held (referenced) when its turn comes is skipped, and that counts as a touch: it is in use, and its
-ancestors must not go before it.
+ancestors shouldn't go before it. They do where nothing else is left, or one held leaf would keep a whole tier full.
 """
 
 from collections import OrderedDict
@@ -18,6 +18,10 @@ class EvictionPolicy(Protocol):
 
     def add(self, key: bytes, parent: bytes | None, position: int) -> None:
         """A chunk was stored; it is new, or replaces itself."""
+        ...
+
+    def add_oldest(self, key: bytes, parent: bytes | None, position: int) -> None:
+        """A chunk from before was found, or is put in its place: it goes before all others."""
         ...
 
     def touch(self, key: bytes) -> None:
@@ -53,6 +57,11 @@ class Lru:
         self._links[key] = _Link(parent, position)
         self.touch(key)
 
+    def add_oldest(self, key: bytes, parent: bytes | None, position: int) -> None:
+        """See `EvictionPolicy`."""
+        self._links[key] = _Link(parent, position)
+        self._links.move_to_end(key, last=False)
+
     def touch(self, key: bytes) -> None:
         """See `EvictionPolicy`. The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
         link = self._links.get(key)
@@ -68,18 +77,28 @@ class Lru:
         self._links.pop(key, None)
 
     def take_victims(self, count: int, is_held: Callable[[bytes], bool]) -> list[bytes]:
-        """See `EvictionPolicy`. Looks at each chunk at most once."""
+        """See `EvictionPolicy`. Skips each held chunk once: when one comes up again, all that is left is above it."""
         victims: list[bytes] = []
-        for _ in range(len(self._links)):
-            if len(victims) >= count:
-                break
+        skipped: set[bytes] = set()
+        while self._links and len(victims) < count:
             oldest = next(iter(self._links))
+            if oldest in skipped:
+                return victims or self._take_above_held(is_held)
             if is_held(oldest):
+                skipped.add(oldest)
                 self.touch(oldest)
             else:
                 del self._links[oldest]
                 victims.append(oldest)
         return victims
+
+    def _take_above_held(self, is_held: Callable[[bytes], bool]) -> list[bytes]:
+        """When nothing else is left: the deepest ancestor that isn't held itself, rather than nothing."""
+        victim = next((key for key in self._links if not is_held(key)), None)
+        if victim is None:
+            return []
+        del self._links[victim]
+        return [victim]
 
     def newest_first(self) -> Iterator[bytes]:
         """See `EvictionPolicy`."""

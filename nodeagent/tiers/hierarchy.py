@@ -12,7 +12,7 @@ true of a reservation, whose late writer could still write: after `RESERVATION_S
 only stops keeping others from putting the same key.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -20,6 +20,7 @@ from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import OpenedSlot, PutOutcome
 from nodeagent.tiers.arena import Arena
+from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import EvictionPolicy
 
 RESERVATION_S = 30.0
@@ -28,13 +29,17 @@ RESERVATION_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference."""
+    """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
+
+    `identity` is the digest of the identity whose bytes these are.
+    """
 
     label: ChunkLabel
     slot: int
     generation: int
     length: int
     checksum: bytes
+    identity: bytes = UNKNOWN_IDENTITY
     references: int = 0
     is_indexed: bool = True
 
@@ -51,6 +56,7 @@ class Reservation:
     checksum: bytes
     holder: Hashable
     made_at: float
+    identity: bytes = UNKNOWN_IDENTITY
     is_verifying: bool = False
     is_quarantined: bool = False
 
@@ -64,16 +70,24 @@ class Granted:
     evicted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HeldChunk:
+    """A reference: the chunk, and the tier from which it was delivered."""
+
+    entry: Entry
+    tier: Tier
+
+
 @dataclass(slots=True)
 class _Holds:
     """What one client process holds."""
 
-    references: dict[int, Entry] = field(default_factory=dict)
+    references: dict[int, HeldChunk] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
 
 
 class Hierarchy:
-    """Stored chunks, references and reservations of a host's tiers; today, of its DRAM arena.
+    """Stored chunks, references and reservations of a host's DRAM arena.
 
     `on_change(directory key, tier mask)` hears every newest state, and hears it again when a chunk was used: it must
     not wait. A mask of zero is heard before the bytes go.
@@ -119,36 +133,66 @@ class Hierarchy:
             run += 1
         return run
 
-    def open_run(self, keys: Sequence[bytes], holder: Hashable) -> list[OpenedSlot]:
-        """References to the leading run of `keys` that is held; the run and its ancestors are touched."""
+    def find(self, key: bytes) -> Entry | None:
+        """The chunk under this storage key."""
+        return self._entries.get(key)
+
+    def open_run(self, keys: Sequence[bytes], holder: Hashable, from_nvme: Collection[bytes] = ()) -> list[OpenedSlot]:
+        """References to the leading run of `keys` that is held; the run and its ancestors are touched.
+
+        Those in `from_nvme` were read from disk for this very call.
+        """
         entries = [self._entries[key] for key in keys[: self.contains_run(keys)]]
         holds = self._holds.setdefault(holder, _Holds()) if entries else _Holds()
         opened = []
         for entry in entries:
             number = next(self._numbers)
-            holds.references[number] = entry
-            self._held_entries += entry.references == 0
-            entry.references += 1
-            opened.append(OpenedSlot(number, entry.slot, entry.generation, entry.length, entry.checksum))
+            tier = Tier.NVME if entry.label.storage_key in from_nvme else Tier.DRAM
+            holds.references[number] = HeldChunk(entry, tier)
+            self.hold(entry)
+            opened.append(OpenedSlot(number, entry.slot, entry.generation, entry.length, entry.checksum, int(tier)))
         for entry in reversed(entries):
             self._report(entry.label.directory_key)
         if entries:
             self._policy.touch(entries[-1].label.storage_key)
         return opened
 
-    def close(self, holder: Hashable, references: Sequence[int]) -> list[Entry]:
-        """End references; those that are unknown or ended are ignored. Returns the entries of those that ended."""
+    def hold(self, entry: Entry) -> None:
+        """Keep an indexed chunk's slot for the agent's own use, until `let_go`."""
+        assert entry.is_indexed, "only what is found is held"
+        self._held_entries += entry.references == 0
+        entry.references += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """End a `hold`."""
+        entry.references -= 1
+        if entry.references:
+            return
+        if entry.is_indexed:
+            self._held_entries -= 1
+        else:
+            self.arena.free(entry.slot)
+
+    def close(self, holder: Hashable, references: Sequence[int]) -> list[HeldChunk]:
+        """End references; those that are unknown or ended are ignored. Returns those that ended."""
         holds = self._holds.get(holder)
         closed = []
         for number in references:
-            entry = holds.references.pop(number, None) if holds is not None else None
-            if entry is not None:
-                self._dereference(entry)
-                closed.append(entry)
+            held = holds.references.pop(number, None) if holds is not None else None
+            if held is not None:
+                self.let_go(held.entry)
+                closed.append(held)
         self._forget_if_empty(holder)
         return closed
 
-    def reserve(self, label: ChunkLabel, length: int, checksum: bytes, holder: Hashable) -> Granted:
+    def reserve(
+        self,
+        label: ChunkLabel,
+        length: int,
+        checksum: bytes,
+        holder: Hashable,
+        identity: bytes = UNKNOWN_IDENTITY,
+    ) -> Granted:
         """A slot to fill, or why not. Evicts one chunk where no slot is free; never waits."""
         if length > self.arena.slot_bytes:
             return Granted(PutOutcome.REFUSED)
@@ -166,7 +210,9 @@ class Hierarchy:
         if taken is None:
             return Granted(PutOutcome.FULL)
         slot, generation = taken
-        reservation = Reservation(next(self._numbers), label, slot, generation, length, checksum, holder, self._clock())
+        reservation = Reservation(
+            next(self._numbers), label, slot, generation, length, checksum, holder, self._clock(), identity
+        )
         self._holds.setdefault(holder, _Holds()).reservations[reservation.number] = reservation
         self._puts[label.storage_key] = reservation
         return Granted(PutOutcome.GRANTED, reservation, len(victims))
@@ -191,7 +237,9 @@ class Hierarchy:
         if known is not None:
             self.arena.free(reservation.slot)
             return self._meet(known, label, reservation.length, checksum)
-        entry = Entry(label, reservation.slot, reservation.generation, reservation.length, checksum)
+        entry = Entry(
+            label, reservation.slot, reservation.generation, reservation.length, checksum, reservation.identity
+        )
         self._entries[label.storage_key] = entry
         self._policy.add(label.storage_key, label.parent, label.position)
         self._count_copy(label.directory_key)
@@ -274,15 +322,6 @@ class Hierarchy:
         if self._puts.get(reservation.label.storage_key) is reservation:
             del self._puts[reservation.label.storage_key]
         self._forget_if_empty(reservation.holder)
-
-    def _dereference(self, entry: Entry) -> None:
-        entry.references -= 1
-        if entry.references:
-            return
-        if entry.is_indexed:
-            self._held_entries -= 1
-        else:
-            self.arena.free(entry.slot)
 
     def _unindex(self, entry: Entry) -> None:
         entry.is_indexed = False

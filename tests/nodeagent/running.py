@@ -117,10 +117,16 @@ async def believed(directory: Any, key: bytes) -> int:
 
 @contextmanager
 def running_agent(
-    folder: Path, *, dram_bytes: int | None = None, directory: DirectoryWriter | None = None, host: str = "host-1"
+    folder: Path,
+    *,
+    dram_bytes: int | None = None,
+    directory: DirectoryWriter | None = None,
+    host: str = "host-1",
+    **changes: Any,
 ) -> Iterator[RunningAgent]:
     quota = dram_bytes if dram_bytes is not None else 4_096 + SLOTS * CHUNK_BYTES
-    config = AgentConfig(host=host, door=str(folder / "door.sock"), redis_url="redis://unused", dram_bytes=quota)
+    door = str(folder / "door.sock")
+    config = AgentConfig(host=host, door=door, redis_url="redis://unused", dram_bytes=quota, **changes)
     agent = RunningAgent(config, directory or MemoryDirectory(fast_clock))
     try:
         yield agent

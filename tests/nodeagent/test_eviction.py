@@ -101,3 +101,19 @@ def test_a_claimed_circle_of_parents_ends_the_walk():
     lru.touch(b"a")
     lru.touch(b"b")
     assert sorted(lru.newest_first()) == [b"a", b"b", b"c"]
+
+
+def test_a_held_leaf_does_not_keep_its_whole_chain():
+    policy = Lru()
+    for position in range(4):
+        policy.add(b"%d" % position, b"%d" % (position - 1) if position else None, position)
+    assert policy.take_victims(1, lambda key: key == b"3") == [b"2"], "the deepest that isn't held"
+    assert policy.take_victims(1, lambda key: True) == []
+
+
+def test_what_is_found_from_before_goes_first():
+    policy = Lru()
+    policy.add(b"new", None, 0)
+    policy.add_oldest(b"old", None, 0)
+    policy.add_oldest(b"older", None, 0)
+    assert list(policy.newest_first()) == [b"new", b"old", b"older"]

@@ -148,7 +148,7 @@ def test_when_every_chunk_is_referenced_a_put_is_told_full(hierarchy):
 def test_a_dropped_chunk_keeps_its_slot_until_its_last_reader_closes(hierarchy, changes):
     put(hierarchy, label("a"))
     opened = hierarchy.open_run([storage_key("a")], "p")
-    entry = hierarchy.close("p", [opened[0].reference])[0]
+    entry = hierarchy.close("p", [opened[0].reference])[0].entry
     opened = hierarchy.open_run([storage_key("a")], "p")
     hierarchy.drop(entry)
     hierarchy.drop(entry)

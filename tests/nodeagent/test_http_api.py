@@ -31,7 +31,12 @@ def state():
 async def http(state):
     files = FileShelf()
     state["named"] = files.keep("engine", {"tokenizer.json": b"content"})
-    api = create_api(files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"})
+
+    def hint(keys):
+        state["hinted"] = keys
+        return len(keys)
+
+    api = create_api(files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"}, hint)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://agent") as client:
         yield client
 
@@ -57,3 +62,34 @@ async def test_the_metrics_that_dashboards_rely_on_are_there(http):
 
 async def test_the_status_is_json(http):
     assert (await http.get("/status")).json() == {"host": "h"}
+
+
+async def test_a_hint_names_directory_keys(http, state):
+    answer = await http.post("/prefetch", json={"keys": ["ab" * 16, "CD" * 16]})
+    assert (answer.status_code, answer.json()) == (202, {"accepted": 2})
+    assert state["hinted"] == [b"\xab" * 16, b"\xcd" * 16]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        (b"", 400, "keys"),
+        (b"{", 400, "keys"),
+        (b"[]", 400, "keys"),
+        (b"\xff", 400, "keys"),
+        (b"{}", 400, "keys"),
+        (b'{"keys": 3}', 400, "$.keys"),
+        (b'{"keys": ["abc"]}', 400, "$.keys[0]"),
+        (b'{"keys": [7]}', 400, "$.keys[0]"),
+        (b'{"keys": [], "kyes": []}', 400, "kyes"),
+        (b'{"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 4_097) + b"]}", 400, "$.keys"),
+        (b"[" * 100_000, 400, "keys"),
+        (b" " * 300_000, 413, "exceeds"),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+async def test_a_bad_hint_is_a_400_that_names_the_field(http, state, body, status, named):
+    answer = await http.post("/prefetch", content=body)
+    assert answer.status_code == status
+    assert named in answer.json()["detail"]
+    assert "hinted" not in state
