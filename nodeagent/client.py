@@ -199,7 +199,7 @@ class ChunkClient:
         try:
             data = payload.cast("B")
             length, checksum = data.nbytes, xxhash.xxh3_128_digest(data)
-            if not length or not _is_storable(label):
+            if not length or not label.is_sound():
                 raise ValueError("it is empty, or its keys or position aren't what a chunk's are")
             answer = attachment.link.request(
                 lambda number: Reserve(
@@ -427,13 +427,6 @@ class ChunkClient:
             if not link.send(message):
                 with self._lock:
                     self._owed.append(message)
-
-
-def _is_storable(label: ChunkLabel) -> bool:
-    storage_keys = [label.storage_key, *([] if label.parent is None else [label.parent])]
-    directory_keys = [] if label.directory_key is None else [label.directory_key]
-    are_keys = _are_keys(storage_keys, STORAGE_KEY_BYTES) and _are_keys(directory_keys, DIRECTORY_KEY_BYTES)
-    return are_keys and label.position >= 0 and label.parent != label.storage_key
 
 
 def _are_keys(keys: Sequence[bytes], length: int) -> bool:

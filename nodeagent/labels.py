@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from directory.chunks import DIRECTORY_KEY_BYTES
+from nodeagent.messages import STORAGE_KEY_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkLabel:
@@ -15,3 +18,11 @@ class ChunkLabel:
     directory_key: bytes | None
     parent: bytes | None
     position: int
+
+    def is_sound(self) -> bool:
+        """Whether the names have their lengths, and the place is one that a chunk can have."""
+        storage_keys = [self.storage_key, *([] if self.parent is None else [self.parent])]
+        has_lengths = all(len(key) == STORAGE_KEY_BYTES for key in storage_keys) and (
+            self.directory_key is None or len(self.directory_key) == DIRECTORY_KEY_BYTES
+        )
+        return has_lengths and self.position >= 0 and self.parent != self.storage_key

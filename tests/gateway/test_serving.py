@@ -437,7 +437,10 @@ async def test_a_crowd_on_one_engine_spreads_to_the_idle_ones(client: httpx.Asyn
 
 async def test_engines_without_an_agent_are_routed_by_session_and_load(client: httpx.AsyncClient) -> None:
     async with MockEngine("a") as a, MockEngine("b") as b:
-        static = [EngineConfig(url=a.url, api_key=SecretStr("secret-a")), EngineConfig(url=b.url)]
+        static = [
+            EngineConfig(url=a.url, name="a", api_key=SecretStr("secret-a")),
+            EngineConfig(url=b.url, name="b"),
+        ]
         async with gateway_for([], static=static) as gateway:
             for session in range(8):
                 turns: list[dict[str, str]] = []

@@ -49,6 +49,10 @@ class PlainLru:
                 self.touch(oldest)
             else:
                 taken.append(self.order.pop(0))
+        unheld = [each for each in self.order if each not in held]
+        if count and not taken and unheld:  # only ancestors of held chunks are left: better one of them than nothing
+            self.order.remove(unheld[0])
+            taken.append(unheld[0])
         return taken
 
 

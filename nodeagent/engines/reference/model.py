@@ -243,9 +243,17 @@ def _read_settings(file: GgufFile) -> LlamaSettings:
         width=width,
         vocabulary=len(file.field("tokenizer.ggml.tokens", list)),
         context_tokens=context_tokens,
-        rope_base=float(file.fields.get("llama.rope.freq_base", 10000.0)),
-        norm_epsilon=float(file.field("llama.attention.layer_norm_rms_epsilon", float)),
+        rope_base=_number(file, "llama.rope.freq_base", 1.0, 1e12, default=10000.0),
+        norm_epsilon=_number(file, "llama.attention.layer_norm_rms_epsilon", 1e-12, 1.0),
     )
+
+
+def _number(file: GgufFile, name: str, low: float, high: float, default: float | None = None) -> float:
+    """A setting within its sane bounds: a damaged one would compute nonsense, or nothing."""
+    value = file.fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ModelFileError(f"{file.path} has {name} = {value!r}, not a number from {low:g} to {high:g}")
+    return float(value)
 
 
 def _read_layer(settings: LlamaSettings, tensors: dict[str, Floats], prefix: str) -> LayerWeights:
