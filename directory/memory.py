@@ -87,6 +87,7 @@ class MemoryDirectory:
 
     async def retire(self, incarnation: bytes) -> None:
         """See `DirectoryWriter`."""
+        self._forget_old_rows(self._clock())
         row = self._rows.get(incarnation)
         if row is not None and row.retired_at is None:
             row.retired_at = self._clock()

@@ -41,11 +41,11 @@ class PlainLru:
 
     def take(self, count: int, held: set[int]) -> list[int]:
         taken: list[int] = []
-        for _ in range(len(self.order)):
-            if len(taken) == count:
-                break
+        skipped: set[int] = set()
+        while self.order and len(taken) < count and self.order[0] not in skipped:
             oldest = self.order[0]
             if oldest in held:
+                skipped.add(oldest)
                 self.touch(oldest)
             else:
                 taken.append(self.order.pop(0))
