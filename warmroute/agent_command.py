@@ -1,0 +1,78 @@
+"""`warmroute agent`: the node agent of one host, from a file, `WARMROUTE_*` variables and flags."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from directory.errors import DirectoryError
+from nodeagent.agent import run
+from nodeagent.config import AgentConfig
+from nodeagent.errors import AgentError
+from warmroute.configuration import ConfigurationError, effective, load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options; each stands above the file and the variables."""
+    parser.description = "Run this host's DRAM and NVMe tiers beside its engines. CONFIGURATION.md documents the file."
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
+    parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
+    parser.add_argument("--host", help="this machine's name in the directory (default: its host name)")
+    parser.add_argument("--door", metavar="PATH", help="the Unix socket for engines")
+    parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
+    parser.add_argument("--dram-gb", type=float, metavar="GB", help="quota of the DRAM tier (default 1)")
+    parser.add_argument(
+        "--nvme", metavar="FOLDER", help="a folder of its own for the NVMe tier (default: no such tier)"
+    )
+    parser.add_argument("--nvme-gb", type=float, metavar="GB", help="quota of the NVMe tier; goes with --nvme")
+    parser.add_argument("--nvme-write", metavar="hit|through", help="write what was hit in DRAM, or every chunk")
+    parser.add_argument("--bind", help="address of the agent's HTTP (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port of the agent's HTTP (default: a free one)")
+    parser.add_argument("--agent-url", metavar="URL", help="where gateways reach the HTTP (default: bind and port)")
+    parser.add_argument("--walk-interval-s", type=float, metavar="S", help="announce everything anew every S seconds")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Trouble at the start is one sentence on stderr, and 2."""
+    try:
+        config = load(AgentConfig, options.config, os.environ, _flags(options))
+        if options.check:
+            print(effective(config), end="")
+            return 0
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+        )
+        asyncio.run(run(config))
+    except (ConfigurationError, AgentError, DirectoryError) as error:
+        return _refuse(error)
+    except BaseExceptionGroup as group:
+        known, rest = group.split((AgentError, DirectoryError))
+        if known is None or rest is not None:
+            raise
+        return _refuse(known.exceptions[0])
+    return 0
+
+
+def _refuse(error: BaseException) -> int:
+    print(f"warmroute agent: {error}", file=sys.stderr)
+    return 2
+
+
+def _flags(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "host": options.host,
+        "door": options.door,
+        "directory.url": options.redis,
+        "directory.walk_interval_s": options.walk_interval_s,
+        "dram.gb": options.dram_gb,
+        "nvme.path": options.nvme,
+        "nvme.gb": options.nvme_gb,
+        "nvme.write": options.nvme_write,
+        "listen.bind": options.bind,
+        "listen.port": options.port,
+        "listen.url": options.agent_url,
+        "log_level": options.log_level,
+    }
