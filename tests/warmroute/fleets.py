@@ -7,12 +7,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import redis
+
+from directory.chunks import DIRECTORY_KEY_BYTES
+from directory.placements import unpack_holders
+from directory.tiers import tier_names
 
 MODEL = "smollm2-135m-instruct"
 START_BOUND_S = 150.0
@@ -23,13 +29,18 @@ class RunningFleet:
     process: subprocess.Popen[str]
     port: int
     temporary: Path
+    engines: int = 2
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.port + 1}"
+
     def fleet(self) -> dict[str, Any]:
-        table: dict[str, Any] = httpx.get(f"http://127.0.0.1:{self.port + 1}/fleet", trust_env=False).json()
+        table: dict[str, Any] = httpx.get(f"{self.admin_url}/fleet", trust_env=False).json()
         return table
 
     def parts(self) -> dict[str, int]:
@@ -45,6 +56,50 @@ class RunningFleet:
             if words and "valkey" in words[0]:
                 found["valkey"] = pid
         return found
+
+    def agent_url(self, host: str) -> str:
+        words = command_line(self.parts()[host])
+        return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+    def agent_status(self, host: str) -> dict[str, Any]:
+        status: dict[str, Any] = httpx.get(f"{self.agent_url(host)}/status", trust_env=False).json()
+        return status
+
+    def metric(self, url: str, name: str) -> float:
+        """A metric's sum over its labels, or over those that `name` spells out."""
+        lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def announced(self) -> Counter[tuple[str, str]]:
+        """What the directory's records say of the lives that run now: chunks by (host or engine, tier)."""
+        names = {}
+        for host in (name for name in self.parts() if name.startswith("host")):
+            status = self.agent_status(host)
+            names.update(dict.fromkeys(status["incarnations"], host))
+            for engine in status["engines"]:
+                names.update(dict.fromkeys(engine["incarnations"], engine["engine"]))
+        words = command_line(self.parts()["gateway"])
+        counts: Counter[tuple[str, str]] = Counter()
+        with redis.Redis.from_url(words[words.index("--redis") + 1]) as server:
+            keys = [key for key in server.scan_iter(count=1_000) if len(key.split(b":", 3)[-1]) == DIRECTORY_KEY_BYTES]
+            records = server.mget(keys) if keys else []
+        for record in records:
+            for incarnation, mask in unpack_holders(record or b""):
+                if incarnation.hex() in names:
+                    counts.update((names[incarnation.hex()], tier) for tier in tier_names(mask))
+        return counts
+
+    def held(self) -> Counter[tuple[str, str]]:
+        """What agents and engines hold, by their own account."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for host in (name for name in self.parts() if name.startswith("host")):
+            status = self.agent_status(host)
+            counts.update({(host, tier): each["chunks"] for tier, each in status["tiers"].items()})
+            counts.update({(each["engine"], "gpu"): each["gpu_chunks"] for each in status["engines"]})
+        return +counts
+
+    def until_directory_equals_inventories(self) -> None:
+        until(lambda: self.announced() == self.held(), 60, "the directory says what the tiers hold")
 
 
 def children(pid: int) -> list[int]:
@@ -90,11 +145,11 @@ def up(temporary: Path, *options: str, port: int | None = None) -> subprocess.Po
 
 
 @contextlib.contextmanager
-def running_fleet(temporary: Path, *options: str) -> Iterator[RunningFleet]:
+def running_fleet(temporary: Path, *options: str, engines: int = 2) -> Iterator[RunningFleet]:
     """A fleet that serves; ended with Ctrl-C."""
     port = free_port()
-    with up(temporary, *options, port=port) as process:
-        fleet = RunningFleet(process, port, temporary)
+    with up(temporary, "--engines", str(engines), *options, port=port) as process:
+        fleet = RunningFleet(process, port, temporary, engines)
         try:
             until(lambda: is_serving(fleet), START_BOUND_S, "the fleet serves")
             yield fleet
@@ -108,7 +163,9 @@ def is_serving(fleet: RunningFleet) -> bool:
     assert fleet.process.poll() is None, fleet.process.communicate()
     with contextlib.suppress(httpx.HTTPError, KeyError):
         rows = fleet.fleet()["engines"]
-        return len(rows) == 2 and all(row["state"] == "ready" and row["encoding"] == "exact" for row in rows)
+        return len(rows) == fleet.engines and all(
+            row["state"] == "ready" and row["encoding"] == "exact" for row in rows
+        )
     return False
 
 

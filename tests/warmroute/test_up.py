@@ -136,6 +136,7 @@ def test_no_request_fails_when_an_engine_is_killed_under_load(fleet: RunningFlee
         assert [answer.result().status_code for answer in answers] == [200] * len(prompts)
     until(lambda: is_serving(fleet), 120, "the killed engine serves again")
     assert fleet.parts()["engine-2"] != parts["engine-2"]
+    fleet.until_directory_equals_inventories()
 
 
 def test_a_killed_agent_costs_no_request_and_comes_back(fleet: RunningFleet) -> None:
@@ -149,6 +150,7 @@ def test_a_killed_agent_costs_no_request_and_comes_back(fleet: RunningFleet) -> 
     second = chat(fleet, document, max_tokens=4)
     assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert second.headers["x-warmroute-engine"] == first.headers["x-warmroute-engine"]
+    fleet.until_directory_equals_inventories()
 
 
 def test_the_directory_may_be_killed_and_requests_go_on(fleet: RunningFleet) -> None:
@@ -159,6 +161,7 @@ def test_the_directory_may_be_killed_and_requests_go_on(fleet: RunningFleet) -> 
     until(lambda: fleet.parts().get("valkey", parts["valkey"]) != parts["valkey"], 30, "the server runs again")
     until(lambda: fleet.fleet()["directory"] == "ok", 30, "the table is read again")
     until(lambda: is_serving(fleet), 30, "the engines are registered again")
+    fleet.until_directory_equals_inventories()
 
 
 @contextlib.contextmanager
@@ -185,18 +188,32 @@ def test_requests_leave_an_engine_that_hangs_and_it_is_used_again(fleet: Running
             assert [answer.result().status_code for answer in answers] == [200] * len(prompts)
             assert state_of(fleet, "engine-1") != "ready"
     until(lambda: is_serving(fleet), 30, "the engine serves again")
+    fleet.until_directory_equals_inventories()
+
+
+def lost(fleet: RunningFleet, part: str) -> bool:
+    """Whether `/fleet` says that a part is lost."""
+    table = fleet.fleet()
+    if part == "valkey":
+        return bool(table["directory"] != "ok")
+    return any(row["host"] == part and row["state"] == "lapsed" for row in table["hosts"])
 
 
 @pytest.mark.parametrize("part", ["host-1", "valkey"], ids=["agent", "directory"])
 def test_requests_do_not_wait_for_what_hangs_beside_them(fleet: RunningFleet, part: str) -> None:
+    degraded = fleet.metric(fleet.admin_url, "warmroute_degraded_total")
     with stopped(fleet.parts()[part]):
         for number in range(6):
-            assert chat(fleet, f"Count to {number} for {part}.", max_tokens=4).status_code == 200
-    until(lambda: fleet.fleet()["directory"] == "ok", 30, "the table is read again")
+            assert chat(fleet, f"Count to {number} for {part}. " + "So be it. " * 90, max_tokens=4).status_code == 200
+        until(lambda: lost(fleet, part), 30, "the fleet says what is lost")
+        if part == "valkey":
+            assert fleet.metric(fleet.admin_url, "warmroute_degraded_total") > degraded
+    until(lambda: not lost(fleet, part), 30, "what hung is back")
     document = f"A sentence about {part}, lamps and tides. " * 90
     until(
         lambda: chat(fleet, document, max_tokens=2).headers["x-warmroute-matched-tokens"] != "0", 60, "exact hits again"
     )
+    fleet.until_directory_equals_inventories()
 
 
 def refused(temporary: Path, *options: str, port: int | None = None) -> str:
