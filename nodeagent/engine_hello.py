@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from directory.costs import ModelShape
 from directory.identity import Identity
-from nodeagent.messages import Hello
+from nodeagent.messages import Hello, KvEventSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class EngineHello:
     flops: float
     key_scheme: str = "warmroute"
     renderer: str = "reference"
+    events: KvEventSource | None = None
 
     def message(self, client: bytes) -> Hello:
         """As the door's first message, from the client of that name (16 random bytes)."""
@@ -43,4 +44,5 @@ class EngineHello:
             self.flops,
             self.key_scheme,
             self.renderer,
+            self.events,
         )

@@ -16,7 +16,7 @@ from directory.identity import Identity
 from directory.tiers import Tier
 from nodeagent.errors import DoorProtocolError
 
-DOOR_VERSION = 1
+DOOR_VERSION = 2
 MAGIC = b"WRDOOR"
 PREAMBLE_BYTES = len(MAGIC) + 2
 LENGTH_BYTES = 4
@@ -57,10 +57,26 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; on the wire an array that starts with the class's name."""
 
 
+class KvEventSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where an engine publishes its KV events (ZMQ endpoints as this host reaches them), and its own block size.
+
+    `staging_path`: a file of the engine's that its death may leave behind, for the agent to remove.
+    """
+
+    endpoint: Name
+    replay_endpoint: Name | None
+    topic: str
+    block_tokens: Positive
+    data_parallel_rank: Count = 0
+    staging_path: Name | None = None
+
+
 class Hello(Message, frozen=True):
     """First message: all of an engine's registration but its host, its tokenizer files, and the client's name.
 
-    `client` (16 random bytes) tells the clients of one process apart, over all connections of each.
+    `client` (16 random bytes) tells the clients of one process apart, over all connections of each. An engine with
+    `events` is foreign: its `gpu` tier is learned from them and not at the door, it names chunks by keys of its own,
+    and one chunk holds all ranks.
     """
 
     client: Annotated[bytes, msgspec.Meta(min_length=CLIENT_BYTES, max_length=CLIENT_BYTES)]
@@ -77,6 +93,7 @@ class Hello(Message, frozen=True):
     flops: Annotated[float, msgspec.Meta(gt=0)]
     key_scheme: str
     renderer: str
+    events: KvEventSource | None = None
 
 
 class Holding(Message, frozen=True):

@@ -20,7 +20,7 @@ from directory.tiers import Tier
 from nodeagent.errors import HelloRefused
 from nodeagent.files import FileShelf
 from nodeagent.inventory import Inventory
-from nodeagent.messages import Hello, LoadReport
+from nodeagent.messages import Hello, KvEventSource, LoadReport
 from nodeagent.metrics import AgentMetrics
 from nodeagent.processes import Process
 from nodeagent.publisher import Publisher
@@ -37,6 +37,14 @@ READ_RATE_WEIGHT = 0.2
 logger = logging.getLogger(__name__)
 
 
+class Follow(Protocol):
+    """Follows a foreign engine's events and metrics."""
+
+    async def __call__(self, engine: "AttachedEngine", source: KvEventSource) -> None:
+        """Until cancelled."""
+        ...
+
+
 class Connection(Protocol):
     """One connection of an engine's client."""
 
@@ -49,7 +57,8 @@ class Connection(Protocol):
 class AttachedEngine:
     """One engine: its registration, what it last reported, and the publisher of its `gpu` tier.
 
-    `identity_digest` is its shard's: whose bytes it puts.
+    `identity_digest` says whose bytes it puts: its shard's, or, of a foreign engine, the fleet's. `events` is where
+    the `gpu` tier of a foreign engine is learned.
     """
 
     name: str
@@ -57,6 +66,7 @@ class AttachedEngine:
     registration: EngineRegistration
     flops: float
     identity_digest: bytes
+    events: KvEventSource | None = None
     running: int = 0
     waiting: int = 0
     dram_bytes_per_s: float = DRAM_BYTES_PER_S
@@ -65,6 +75,7 @@ class AttachedEngine:
     connection: Connection | None = None
     publisher: Publisher = field(init=False)
     task: asyncio.Task[None] = field(init=False)
+    following: asyncio.Task[None] | None = None
     grace: asyncio.Task[None] | None = None
 
     def load(self) -> Load:
@@ -105,7 +116,7 @@ class Roster:
     """Attaches and detaches engines; every method belongs to the event loop.
 
     `group` holds the publishers' tasks. `host` is written into every registration. `nvme_bytes_per_s` is the rate at
-    which the host's disk is read, where it has that tier.
+    which the host's disk is read, where it has that tier. `follow` runs beside each foreign engine.
     """
 
     def __init__(
@@ -121,6 +132,7 @@ class Roster:
         metrics: AgentMetrics,
         walk_interval_s: float,
         nvme_bytes_per_s: Callable[[], float] | None = None,
+        follow: Follow | None = None,
     ) -> None:
         self._host = host
         self._directory = directory
@@ -132,6 +144,7 @@ class Roster:
         self._metrics = metrics
         self._walk_interval_s = walk_interval_s
         self._nvme_bytes_per_s = nvme_bytes_per_s
+        self._follow = follow
         self._engines: dict[str, AttachedEngine] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -192,14 +205,14 @@ class Roster:
         await asyncio.gather(*self._ending)
 
     def _registration(self, hello: Hello) -> EngineRegistration:
-        if hello.identity.tp_size != 1:
+        if hello.identity.tp_size != 1 and hello.events is None:
             raise HelloRefused(
                 f"tp_size {hello.identity.tp_size}: this door stores whole chunks, not the shards of several ranks"
             )
         if not math.isfinite(hello.flops):
             raise HelloRefused("flops must be a finite number of useful FLOP/s")
         try:
-            hello.identity.shard_digest(hello.tp_rank)
+            _identity_digest(hello)
             return EngineRegistration(
                 engine=hello.engine,
                 host=self._host,
@@ -221,7 +234,8 @@ class Roster:
             process,
             registration,
             hello.flops,
-            hello.identity.shard_digest(hello.tp_rank),
+            _identity_digest(hello),
+            hello.events,
             nvme_bytes_per_s=self._nvme_bytes_per_s,
         )
         lives = Lives(self._directory, registration, engine.load, self._sleep, self._metrics)
@@ -236,6 +250,8 @@ class Roster:
             walk_interval_s=self._walk_interval_s,
         )
         engine.task = self._group.create_task(engine.publisher.run())
+        if hello.events is not None and self._follow is not None:
+            engine.following = self._group.create_task(self._follow(engine, hello.events))
         self._engines[engine.name] = engine
         logger.info("engine %s is attached, process %d", engine.name, process.pid)
         return engine
@@ -254,8 +270,10 @@ class Roster:
         self.detach(engine, "connection lost")
 
     async def _end(self, engine: AttachedEngine) -> None:
-        engine.task.cancel()
-        await asyncio.wait([engine.task])
+        tasks = [engine.task, *([] if engine.following is None else [engine.following])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await engine.publisher.stop()
 
     @staticmethod
@@ -263,3 +281,10 @@ class Roster:
         if engine.grace is not None:
             engine.grace.cancel()
             engine.grace = None
+
+
+def _identity_digest(hello: Hello) -> bytes:
+    """Whose bytes an engine puts. Raises `IdentityRefused`."""
+    if hello.events is not None:
+        return hello.identity.fleet_digest()
+    return hello.identity.shard_digest(hello.tp_rank)

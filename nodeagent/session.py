@@ -182,15 +182,17 @@ class Session:
                 await self._send(self._reserve(message, engine, holder))
             case Commit():
                 await self._commits.acquire()
-                group.create_task(self._commit(message, holder))
+                group.create_task(self._commit(message, engine, holder))
             case Abort():
                 if self._tier.hierarchy is not None:
                     self._tier.hierarchy.abort(holder, message.reservation)
                     self._tier.account()
             case GpuSnapshot():
-                engine.replace_gpu(message.keys)
+                if engine.events is None:
+                    engine.replace_gpu(message.keys)
             case GpuChanges():
-                engine.change_gpu(message.stored, message.evicted)
+                if engine.events is None:
+                    engine.change_gpu(message.stored, message.evicted)
             case LoadReport():
                 engine.note_load(message)
 
@@ -249,38 +251,47 @@ class Session:
             return Reserved(message.id, PutOutcome.REFUSED)
         if message.parent == message.storage_key:
             raise DoorProtocolError("a chunk can't be its own parent")
-        label = ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position)
+        label = self._tier.labels.complete(
+            ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position)
+        )
         on_disk = self._lower.meet(label, message.length, message.checksum)
         if on_disk is PutOutcome.CONFLICT:
-            self._note_outcome(on_disk)
-            return Reserved(message.id, on_disk)
+            return Reserved(message.id, self._note_outcome(on_disk, engine))
         granted = hierarchy.reserve(label, message.length, message.checksum, holder, engine.identity_digest)
         if granted.outcome is PutOutcome.BUSY and on_disk is PutOutcome.HAVE:
             # The other who fills a slot with this chunk is the agent, or will be told the same.
             return Reserved(message.id, on_disk)
         if granted.evicted:
             self._metrics.evictions.labels(DRAM, "demand").inc(granted.evicted)
-        self._note_outcome(granted.outcome)
+        outcome = self._note_outcome(granted.outcome, engine)
         self._tier.account()
         reservation = granted.reservation
         if reservation is None:
-            return Reserved(message.id, granted.outcome)
+            return Reserved(message.id, outcome)
         return Reserved(message.id, granted.outcome, reservation.number, reservation.slot, reservation.generation)
 
-    async def _commit(self, message: Commit, holder: Holder) -> None:
+    async def _commit(self, message: Commit, engine: AttachedEngine, holder: Holder) -> None:
         try:
             outcome = await self._tier.commit(holder, message.reservation)
-            self._note_outcome(outcome)
-            await self._send(Committed(message.id, outcome))
+            await self._send(Committed(message.id, self._note_outcome(outcome, engine)))
         finally:
             self._commits.release()
 
-    def _note_outcome(self, outcome: PutOutcome) -> None:
+    def _note_outcome(self, outcome: PutOutcome, engine: AttachedEngine) -> PutOutcome:
+        """Count an outcome, and return what the client is told.
+
+        A foreign engine may compute one chunk twice with other last bits, as its batches fall: the first stays, and it
+        is had. Where an engine promises the same bits, other ones are an alarm.
+        """
+        if outcome is PutOutcome.CONFLICT and engine.events is not None:
+            self._metrics.admission_refused.labels("other_bits").inc()
+            return PutOutcome.HAVE
         if outcome is PutOutcome.CONFLICT:
             self._metrics.conflicts.inc()
             logger.error("a put was refused: other bytes are stored under its key; an identity may be incomplete")
         if outcome not in (PutOutcome.GRANTED, PutOutcome.STORED, PutOutcome.HAVE):
             self._metrics.admission_refused.labels(outcome.value).inc()
+        return outcome
 
     async def _read_body(self) -> bytearray:
         return await self._read(body_length(await self._read(LENGTH_BYTES)))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from nodeagent.errors import TierUnavailable
+from nodeagent.label_book import LabelBook
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena, slot_bytes_for
@@ -31,7 +32,7 @@ class DramTier:
     `on_change` hears newest states (see `Hierarchy`). `withdrawn` waits until the directory has heard that keys are
     gone, within a bound of its own; only the work-ahead eviction calls it. `group` holds the checks under way: one
     that has begun ends properly, whatever becomes of the connection that asked for it. `on_stored`, which may be set,
-    hears the storage key of each chunk that a put has stored.
+    hears the storage key of each chunk that a put has stored. `labels` are those that arrived apart from their chunks.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DramTier:
     ) -> None:
         self.quota_bytes = quota_bytes
         self.hierarchy: Hierarchy | None = None
+        self.labels = LabelBook()
         self._on_change = on_change
         self._withdrawn = withdrawn
         self._group = group
@@ -134,6 +136,8 @@ class DramTier:
 
     async def _finish(self, hierarchy: Hierarchy, reservation: Reservation) -> PutOutcome:
         checksum = await self._digest(hierarchy.arena, reservation.slot, reservation.length)
+        # The label may have become known while the bytes were on their way.
+        reservation.label = self.labels.complete(reservation.label)
         outcome = hierarchy.finish_commit(reservation, checksum)
         if outcome is PutOutcome.CORRUPT:
             self._metrics.checksum_failures.inc()

@@ -245,6 +245,15 @@ class Hierarchy:
         self._count_copy(label.directory_key)
         return PutOutcome.STORED
 
+    def learn(self, label: ChunkLabel) -> None:
+        """A chunk's label has become known: it takes its place in its chain, and is announced."""
+        entry = self._entries.get(label.storage_key)
+        if entry is None or entry.label.directory_key is not None or label.directory_key is None:
+            return
+        entry.label = label
+        self._policy.add(label.storage_key, label.parent, label.position)
+        self._count_copy(label.directory_key)
+
     def abort(self, holder: Hashable, number: int) -> None:
         """Free a reservation's slot. Only its writer may say so, when it won't write any more."""
         holds = self._holds.get(holder)
@@ -305,11 +314,10 @@ class Hierarchy:
         if (known.length, known.checksum) != (length, checksum):
             return PutOutcome.CONFLICT
         if known.label.directory_key is None and label.directory_key is not None:
-            known.label = label
-            self._count_copy(label.directory_key)
+            self.learn(label)
         else:
             self._report(known.label.directory_key)
-        self._policy.touch(known.label.storage_key)
+            self._policy.touch(known.label.storage_key)
         return PutOutcome.HAVE
 
     def _is_stale(self, reservation: Reservation) -> bool:

@@ -115,6 +115,12 @@ class NvmeTier:
         self._learn(known, label)
         return PutOutcome.HAVE
 
+    def learn(self, label: ChunkLabel) -> None:
+        """A label has become known; the file's header learns it too, in its turn."""
+        known = self.index.get(label.storage_key)
+        if known is not None:
+            self._learn(known, label)
+
     def offer(self, hierarchy: Hierarchy, key: bytes) -> None:
         """Queue a chunk that is in DRAM to be written. Never waits: what can't be queued is counted."""
         if self.index.get(key) is not None or key in self._writes:

@@ -38,6 +38,10 @@ class LowerTier(Protocol):
         """See `NvmeTier.meet`."""
         ...
 
+    def learn(self, label: ChunkLabel) -> None:
+        """See `NvmeTier.learn`."""
+        ...
+
     def continues(self, keys: Sequence[bytes]) -> bool:
         """Whether the leading run in DRAM goes on here."""
         ...
@@ -88,6 +92,9 @@ class NoLowerTier:
     def meet(self, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome | None:
         """Nothing is on disk."""
         return None
+
+    def learn(self, label: ChunkLabel) -> None:
+        """Nothing is on disk."""
 
     def continues(self, keys: Sequence[bytes]) -> bool:
         """Never."""
@@ -140,6 +147,10 @@ class Promotion:
     def meet(self, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome | None:
         """See `LowerTier`."""
         return self._nvme.meet(label, length, checksum)
+
+    def learn(self, label: ChunkLabel) -> None:
+        """See `LowerTier`."""
+        self._nvme.learn(label)
 
     def continues(self, keys: Sequence[bytes]) -> bool:
         """See `LowerTier`."""

@@ -1,0 +1,143 @@
+"""What a vLLM engine is, read from its own configuration: identity, shape, files, and where its KV events are.
+
+Runs in the engine's process. Nothing here is configured twice: vLLM knows its model, layout and block size, and this
+module says them at the door. It imports nothing of vLLM; attributes are those of vLLM 0.32.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from directory.costs import ModelShape
+from directory.identity import Identity
+from nodeagent.engine_hello import EngineHello
+from nodeagent.engines.vllm.content_digest import WEIGHT_SUFFIXES, file_digest, weights_digest
+from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
+from nodeagent.messages import KvEventSource
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+STABLE_HASHES = ("sha256", "sha256_cbor")
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+CPU_FLOPS, GPU_FLOPS = 2e11, 2e14
+"""Useful FLOP/s believed of an engine until its own metrics tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How chunks lie in the staging rows. Bytes are of all ranks together."""
+
+    chunk_bytes: int
+    block_tokens: int
+    kv_bytes_per_token: int
+    name: str
+    dtype: str
+
+
+def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
+    """Refuse what can't be exact, naming the flag. Raises `SettingsRefused`."""
+    transfer, events, cache = vllm_config.kv_transfer_config, vllm_config.kv_events_config, vllm_config.cache_config
+    if transfer.kv_load_failure_policy != "recompute":
+        raise SettingsRefused(
+            'kv_load_failure_policy must be "recompute" in --kv-transfer-config: a miss must not fail a request'
+        )
+    if transfer.kv_role != "kv_both":
+        raise SettingsRefused('kv_role must be "kv_both" in --kv-transfer-config')
+    if not cache.enable_prefix_caching:
+        raise SettingsRefused("prefix caching must be on: leave out --no-enable-prefix-caching")
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        raise SettingsRefused(
+            '--kv-events-config must enable events by zmq, such as {"enable_kv_cache_events": true, "publisher": "zmq"}'
+        )
+    if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0") != "0":
+        raise SettingsRefused("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES must be 0: whole hashes name the chunks")
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm not in STABLE_HASHES and "PYTHONHASHSEED" not in os.environ:
+        raise SettingsRefused(
+            f"--prefix-caching-hash-algo {algorithm} draws a new seed at each start; use sha256, or set PYTHONHASHSEED"
+        )
+    if settings.chunk_tokens % cache.block_size:
+        raise SettingsRefused(
+            f"--block-size {cache.block_size} must divide the chunk of {settings.chunk_tokens} tokens (chunk_tokens)"
+        )
+
+
+def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout, cache: Path) -> EngineHello:
+    """What the engine says at the door. Reads and hashes the model's files: minutes, for large weights.
+
+    Raises `ContentUnknown` where they can't be read, `IdentityRefused` for a name that an identity can't hold.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    folder = model_folder(model.model, model.revision)
+    tokenizer_folder = model_folder(model.tokenizer, model.tokenizer_revision)
+    files = {
+        name: (tokenizer_folder / name).read_bytes() for name in TOKENIZER_FILES if (tokenizer_folder / name).is_file()
+    }
+    weight_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    served = model.served_model_name
+    models = (served,) if isinstance(served, str) else tuple(served)
+    identity = Identity(
+        model_id=models[0],
+        weights_sha=weights_digest(folder, cache),
+        tokenizer_sha=file_digest(tokenizer_folder / "tokenizer.json", cache),
+        kv_dtype=layout.dtype,
+        layout=layout.name,
+        tp_size=parallel.tensor_parallel_size,
+    )
+    parameters = weight_bytes / DTYPE_BYTES.get(str(model.dtype).removeprefix("torch."), 2)
+    text = model.hf_text_config
+    is_cpu = getattr(vllm_config.device_config, "device_type", "") == "cpu"
+    return EngineHello(
+        engine=settings.engine,
+        url=settings.url.rstrip("/"),
+        models=models,
+        identity=identity,
+        tp_rank=0,
+        shape=ModelShape(parameters, text.num_hidden_layers, text.hidden_size, layout.kv_bytes_per_token),
+        chunk_tokens=settings.chunk_tokens,
+        chunk_bytes=layout.chunk_bytes,
+        context_tokens=model.max_model_len,
+        tokenizer_files=files,
+        flops=settings.flops or (CPU_FLOPS if is_cpu else GPU_FLOPS),
+        renderer="vllm",
+        events=event_source(vllm_config, layout.block_tokens),
+    )
+
+
+def event_source(vllm_config: Any, block_tokens: int) -> KvEventSource:
+    """Where the agent, on the same host, hears this rank's KV events: a rank's port is the base's plus the rank."""
+    events, rank = vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
+    replay = events.replay_endpoint
+    return KvEventSource(
+        endpoint=reachable(events.endpoint, rank),
+        replay_endpoint=reachable(replay, rank) if replay else None,
+        topic=events.topic,
+        block_tokens=block_tokens,
+        data_parallel_rank=rank,
+    )
+
+
+def reachable(endpoint: str, rank: int) -> str:
+    """A publisher's own endpoint as its neighbour connects to it."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    parts = urlsplit(endpoint)
+    host, _, port = parts.netloc.rpartition(":")
+    host = "127.0.0.1" if host in ("*", "0.0.0.0", "[::]", "::") else host
+    return urlunsplit(parts._replace(netloc=f"{host}:{int(port) + rank}"))
+
+
+def model_folder(name: str, revision: str | None) -> Path:
+    """The folder of a model that vLLM has loaded: a path, or the hub's snapshot in the local cache."""
+    if os.path.isdir(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def seconds_per_chunk(hello: EngineHello) -> float:
+    """About what computing one chunk takes."""
+    return math.ceil(2 * hello.shape.parameters * hello.chunk_tokens) / hello.flops

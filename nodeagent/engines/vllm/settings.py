@@ -1,0 +1,66 @@
+"""What the launch line of a vLLM engine says to warmroute, in `kv_connector_extra_config`; all else is derived."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from directory.chunks import CHUNK_TOKENS_DEFAULT
+
+STAGING_GB_DEFAULT = 4.0
+GB = 1e9
+OWN_FIELDS = ("spec_name", "spec_module_path", "secondary_tiers", "cpu_bytes_to_use", "block_size", "blocks_per_chunk")
+
+
+class SettingsRefused(ValueError):
+    """The launch line can't be used; the message names the field and says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`door`: the agent's Unix socket. `engine`: its name in the fleet. `url`: where gateways reach it, without /v1.
+
+    `staging_gb`: vLLM's own host memory, a passage to the agent's tiers (GB, 10^9 bytes): as much as the longest
+    prompts that load at once. `chunk_tokens`: the fleet's chunk. `offload_replies`: keep what was decoded as well; its
+    KV differs from that of a prefill in the last bits. `flops`: useful FLOP/s until they were observed.
+    """
+
+    door: str
+    engine: str
+    url: str
+    staging_gb: float = STAGING_GB_DEFAULT
+    chunk_tokens: int = CHUNK_TOKENS_DEFAULT
+    offload_replies: bool = False
+    flops: float | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """The staging area in bytes."""
+        return round(self.staging_gb * GB)
+
+
+def read_settings(extra_config: Mapping[str, Any]) -> EngineSettings:
+    """The settings in `kv_connector_extra_config`. Raises `SettingsRefused`."""
+    names = {field.name: field for field in fields(EngineSettings)}
+    for name in extra_config:
+        if name not in names and name not in OWN_FIELDS:
+            raise SettingsRefused(f"kv_connector_extra_config: {name} is not known; known are {', '.join(names)}")
+    for name in ("door", "engine", "url"):
+        if not isinstance(extra_config.get(name), str) or not extra_config[name]:
+            raise SettingsRefused(f"kv_connector_extra_config: {name} must be a text")
+    given = {name: extra_config[name] for name in names if name in extra_config}
+    settings = EngineSettings(**given)
+    if not settings.url.startswith(("http://", "https://")) or settings.url.rstrip("/").endswith("/v1"):
+        raise SettingsRefused("kv_connector_extra_config: url must be http://host:port, without /v1")
+    _check_number("staging_gb", settings.staging_gb)
+    if settings.flops is not None:
+        _check_number("flops", settings.flops)
+    if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens < 1:
+        raise SettingsRefused("kv_connector_extra_config: chunk_tokens must be a whole number of tokens above 0")
+    if not isinstance(settings.offload_replies, bool):
+        raise SettingsRefused("kv_connector_extra_config: offload_replies must be true or false")
+    return settings
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise SettingsRefused(f"kv_connector_extra_config: {name} must be a number above 0")
