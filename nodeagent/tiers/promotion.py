@@ -153,16 +153,12 @@ class Promotion:
         """See `LowerTier`. At most `READS_PER_OPEN_MAX` reads of one open go on side by side."""
         hierarchy = self._dram.hierarchy
         assert hierarchy is not None, "an open that continues has an arena"
-        started = time.monotonic()
         run = HeldRun(hierarchy)
         try:
-            await self._fill(run, keys, hierarchy, started + min(wait_s, OPEN_WAIT_MAX_S))
+            await self._fill(run, keys, hierarchy, time.monotonic() + min(wait_s, OPEN_WAIT_MAX_S))
         except BaseException:
             run.let_go()
             raise
-        if run.from_nvme:
-            length = sum(entry.length for key in run.from_nvme if (entry := hierarchy.find(key)) is not None)
-            self._nvme.note_read(length, time.monotonic() - started)
         return run
 
     def note_hit(self, keys: Sequence[bytes]) -> None:
