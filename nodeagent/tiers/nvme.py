@@ -253,6 +253,8 @@ class NvmeTier:
         if is_new:
             self._metrics.write_bytes.labels(NVME).inc(entry.length)
         written = NvmeEntry(header.label, entry.identity, entry.length, entry.checksum)
+        # A file of this name that was still to be removed has been replaced: counted once, and there to stay.
+        self.index.used_bytes -= self._stuck.pop(written.name, 0) + self._doomed.pop(written.name, 0)
         self.index.add(written)
         # Where the label became known during the write, or the file that was there had none.
         self._learn(written, entry.label)
