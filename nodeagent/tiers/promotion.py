@@ -22,6 +22,7 @@ from nodeagent.tiers.nvme import NvmeTier
 from nodeagent.tiers.nvme_index import NvmeEntry
 
 READS_PER_OPEN_MAX = 8
+"""Reads of one open that go on side by side, ahead of the chunk that is waited for."""
 LOADS_MAX = 256
 OPEN_WAIT_MAX_S = 10.0
 PREFETCH_QUEUE_MAX = 1_024
@@ -204,7 +205,11 @@ class Promotion:
             await asyncio.wait([load.task for load in self._loads.values()])
 
     async def _fill(self, run: HeldRun, keys: Sequence[bytes], hierarchy: Hierarchy, deadline: float) -> None:
-        """Walk the keys with a few reads ahead; the first that isn't there, isn't good or isn't in time ends it."""
+        """Walk the keys with a few reads ahead; the first that isn't there, isn't good or isn't in time ends it.
+
+        A read takes the slot of the oldest chunk that nobody holds; one of this very run only where all is the run's.
+        """
+        hierarchy.touch_run(keys)
         ahead: Iterator[bytes] = iter(keys)
         pending: deque[tuple[bytes, _Load | None]] = deque()
         is_ended = False
@@ -226,7 +231,10 @@ class Promotion:
             key, load = pending.popleft()
             if load is not None:
                 done, _ = await asyncio.wait([load.task], timeout=max(0.0, deadline - time.monotonic()))
-                if not done or not load.task.result():
+                if not done:
+                    self._metrics.deadline_misses.inc()
+                    return
+                if not load.task.result():
                     return
                 run.from_nvme.add(key)
             run.keys.append(key)
