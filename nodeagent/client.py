@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import xxhash
 
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.tiers import Tier
 from nodeagent.arena_map import ArenaMap
 from nodeagent.engine_hello import EngineHello
 from nodeagent.errors import DoorProtocolError
@@ -52,7 +51,7 @@ from nodeagent.messages import (
     Reserved,
     Welcome,
 )
-from nodeagent.opened_chunk import OpenedChunk, Reference
+from nodeagent.opened_chunk import NO_ANSWER, OpenedChunk, OpenedPiece, Reference, opened_chunks
 
 RECONNECT_MIN_S = 0.1
 RECONNECT_MAX_S = 2.0
@@ -65,7 +64,7 @@ OWED_MAX = 65_536
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ChunkClient", "ChunkLabel", "EngineHello", "OpenedChunk", "PutResult"]
+__all__ = ["ChunkClient", "ChunkLabel", "EngineHello", "OpenedChunk", "OpenedPiece", "PutResult"]
 
 
 class PutResult(enum.Enum):
@@ -132,27 +131,14 @@ class ChunkClient:
 
     def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
         """References to the leading run of `keys` (storage keys) that the host holds, or reads from disk in time."""
-        attachment = self._attachment
-        wanted = list(keys[:OPEN_KEYS_MAX])
-        if attachment is None or not wanted or not _are_keys(wanted, STORAGE_KEY_BYTES):
-            return []
-        wait_s = max(0.0, timeout_s - min(REPLY_S, timeout_s / 2))
-        answer = attachment.link.request(lambda number: Open(number, wanted, wait_s), timeout_s)
-        if not isinstance(answer, Opened):
-            return []
-        return [
-            OpenedChunk(
-                key,
-                (Tier.NVME if each.tier == Tier.NVME else Tier.DRAM).label,
-                each.length,
-                Reference(attachment.life, each.reference),
-                each.slot,
-                each.generation,
-                each.checksum,
-                attachment.arena,
-            )
-            for key, each in zip(wanted, answer.chunks, strict=False)
-        ]
+        return self._open(keys, timeout_s, in_pieces=False).chunks
+
+    def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
+        """The same, of a run that may be longer than what the host can hold at once.
+
+        Where it `goes_on`, close these chunks and open the keys behind them, or the host counts those as not wanted.
+        """
+        return self._open(keys, timeout_s, in_pieces=True)
 
     def read_into(self, chunk: OpenedChunk, target: memoryview) -> bool:
         """Copy a chunk's bytes into `target`, which has its length. `False` is a miss: don't use the bytes.
@@ -183,10 +169,11 @@ class ChunkClient:
             self._give_back(
                 life,
                 Close(
-                    [number for number, read in reads if not read.has_failed],
+                    [number for number, read in reads if read.read_bytes and not read.has_failed],
                     [number for number, read in reads if read.has_failed],
                     sum(read.read_bytes for _, read in reads),
                     sum(read.read_s for _, read in reads if read.read_bytes),
+                    [number for number, read in reads if not read.read_bytes and not read.has_failed],
                 ),
             )
 
@@ -252,6 +239,18 @@ class ChunkClient:
             os.close(self._wake_fd)
             self._wake_fd = -1
 
+    def _open(self, keys: Sequence[bytes], timeout_s: float, in_pieces: bool) -> OpenedPiece:
+        attachment = self._attachment
+        wanted = list(keys[:OPEN_KEYS_MAX])
+        if attachment is None or not wanted or not _are_keys(wanted, STORAGE_KEY_BYTES):
+            return NO_ANSWER
+        wait_s = max(0.0, timeout_s - min(REPLY_S, timeout_s / 2))
+        answer = attachment.link.request(lambda number: Open(number, wanted, wait_s, in_pieces), timeout_s)
+        if not isinstance(answer, Opened):
+            return NO_ANSWER
+        chunks = opened_chunks(wanted, answer.chunks, attachment.life, attachment.arena)
+        return OpenedPiece(chunks, answer.goes_on)
+
     def _copy(self, chunk: OpenedChunk, target: memoryview) -> bool:
         try:
             with target.cast("B") as data:
@@ -305,7 +304,7 @@ class ChunkClient:
                 with self._lock:
                     self._reads.update((Reference(life, each.reference), _Read()) for each in answer.chunks)
             else:
-                self._give_back(life, Close([], [each.reference for each in answer.chunks], 0, 0.0))
+                self._give_back(life, Close([], [], 0, 0.0, [each.reference for each in answer.chunks]))
         elif isinstance(answer, Reserved) and answer.outcome is PutOutcome.GRANTED:
             if is_awaited:
                 with self._lock:

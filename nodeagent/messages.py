@@ -106,21 +106,26 @@ class Holding(Message, frozen=True):
 class Open(Message, frozen=True):
     """Ask for references to the leading run of `keys` that the host holds.
 
-    The answer comes within `wait_s`, in which chunks may be read from slower tiers; 0 takes what is in DRAM.
+    The answer comes within `wait_s`, in which chunks may be read from slower tiers; 0 takes what is in DRAM. With
+    `in_pieces`, whoever asks will close what it gets and open the rest, where the answer says that the run goes on.
     """
 
     id: Count
     keys: Annotated[list[StorageKey], msgspec.Meta(max_length=OPEN_KEYS_MAX)]
     wait_s: Amount = 0.0
+    in_pieces: bool = False
 
 
 class Close(Message, frozen=True):
-    """Give references back. `failed` are those whose bytes didn't check; what was read took `read_s`."""
+    """Give references back: `references` were read, which took `read_s`; the bytes of `failed` didn't check; nobody
+    looked at `unread`.
+    """
 
     references: list[Count]
     failed: list[Count]
     read_bytes: Count
     read_s: Amount
+    unread: list[Count] = []
 
 
 class Reserve(Message, frozen=True):
@@ -211,10 +216,14 @@ class OpenedSlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(Message, frozen=True):
-    """Answer to `Open`: one slot for each chunk of the leading run."""
+    """Answer to `Open`: one slot for each chunk of the leading run.
+
+    `goes_on` is said only to those who open in pieces: the next chunk is on disk, and may be had once these are closed.
+    """
 
     id: int
     chunks: list[OpenedSlot]
+    goes_on: bool = False
 
 
 class Reserved(Message, frozen=True):

@@ -33,6 +33,9 @@ class AgentMetrics:
         self.checksum_failures = Counter(
             "warmroute_checksum_failures", "Payloads that were not what they should be", registry=registry
         )
+        self.deadline_misses = Counter(
+            "warmroute_deadline_misses", "Opens that went without chunks that were being read", registry=registry
+        )
         self.conflicts = Counter(
             "warmroute_put_conflicts", "Puts of other bytes under a key that is held; refused", registry=registry
         )

@@ -1,8 +1,11 @@
 """One connection at the chunk door: hello, then requests, answered in order of arrival but for two kinds.
 
-A commit's bytes are checked in a thread while other requests of the connection go on, and so does an open that reads
-chunks from disk. When the connection ends, what
-its process holds stays: references and reservations end with `Close`, `Abort`, or the process itself.
+A commit's bytes are checked in a thread while other requests of the connection go on, and so they do while an open
+reads chunks from disk. When the connection ends, what its process holds stays: references and reservations end with
+`Close`, `Abort`, or the process itself.
+
+Tokens are counted when they are asked for, and as hit or missed when their fate is known: at the answer, or when the
+references are given back. What a run's first piece doesn't hold is counted when the next is asked for.
 """
 
 import asyncio
@@ -87,6 +90,7 @@ class Session:
         self._commits = asyncio.Semaphore(COMMITS_MAX)
         self._reading_opens = 0
         self._is_superseded = False
+        self._has_left = False
 
     def supersede(self) -> None:
         """See `Connection`: end this connection, and heed nothing more of it."""
@@ -141,6 +145,7 @@ class Session:
                         if self._is_superseded:
                             return
                         if isinstance(message, Goodbye):
+                            self._has_left = True
                             self._roster.detach(engine, "goodbye")
                             return
                         await self._handle(message, engine, holder, group)
@@ -169,7 +174,8 @@ class Session:
     ) -> None:
         match message:
             case Open():
-                if self._lower.continues(message.keys) and self._reading_opens < READING_OPENS_MAX:
+                may_read = message.wait_s > 0 and self._reading_opens < READING_OPENS_MAX
+                if may_read and self._lower.continues(message.keys):
                     self._reading_opens += 1
                     group.create_task(self._open_reading(message, engine, holder))
                 else:
@@ -197,12 +203,15 @@ class Session:
                 engine.note_load(message)
 
     async def _open_reading(self, message: Open, engine: AttachedEngine, holder: Holder) -> None:
-        """Answer an open whose run goes on on disk: what is read in time is held, then handed out as one run."""
+        """Answer an open whose run goes on on disk: what is read in time is held, then handed out as one run.
+
+        A client that has left meanwhile gets nothing: it would never give it back.
+        """
         try:
             run = await self._lower.open_run(message.keys, message.wait_s)
             self._tier.account()
             try:
-                if self._is_superseded:
+                if self._is_superseded or self._has_left:
                     return
                 answer = self._open(message, engine, holder, run.from_nvme)
             finally:
@@ -215,21 +224,25 @@ class Session:
         hierarchy = self._tier.hierarchy
         opened = hierarchy.open_run(message.keys, holder, from_nvme) if hierarchy is not None else []
         self._lower.note_hit(message.keys[: len(opened)])
+        rest = message.keys[len(opened) :]
+        goes_on = message.in_pieces and bool(opened) and self._lower.continues(rest)
+        missed = 0 if goes_on else len(rest)
         tokens = engine.registration.chunk_tokens
-        self._metrics.tokens_requested.inc(len(message.keys) * tokens)
-        self._metrics.tokens_missed.inc((len(message.keys) - len(opened)) * tokens)
-        return Opened(message.id, opened)
+        self._metrics.tokens_requested.inc((len(opened) + missed) * tokens)
+        self._metrics.tokens_missed.inc(missed * tokens)
+        return Opened(message.id, opened, goes_on)
 
     def _close(self, message: Close, engine: AttachedEngine, holder: Holder) -> None:
         hierarchy = self._tier.hierarchy
         if hierarchy is None:
             return
         failed = hierarchy.close(holder, message.failed)
+        unread = hierarchy.close(holder, message.unread)
         closed = hierarchy.close(holder, message.references)
         tokens = engine.registration.chunk_tokens
         for tier, chunks in Counter(held.tier for held in closed).items():
             self._metrics.hit_tokens.labels(tier.label, "local").inc(chunks * tokens)
-        self._metrics.tokens_missed.inc(len(failed) * tokens)
+        self._metrics.tokens_missed.inc((len(failed) + len(unread)) * tokens)
         if message.read_bytes:
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
             engine.note_read(message.read_bytes, message.read_s)

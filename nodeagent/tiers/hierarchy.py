@@ -157,6 +157,16 @@ class Hierarchy:
             self._policy.touch(entries[-1].label.storage_key)
         return opened
 
+    def touch_run(self, keys: Sequence[bytes]) -> None:
+        """These chunks, in the order of a chain, are about to be used: what must go meanwhile, others go first."""
+        is_known_below = False
+        for key in reversed(keys):
+            is_known = key in self._entries
+            if is_known and not is_known_below:
+                # The deepest of an unbroken stretch: its ancestors are touched after it.
+                self._policy.touch(key)
+            is_known_below = is_known
+
     def hold(self, entry: Entry) -> None:
         """Keep an indexed chunk's slot for the agent's own use, until `let_go`."""
         assert entry.is_indexed, "only what is found is held"

@@ -30,6 +30,7 @@ from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.file_store import Store
 from nodeagent.tiers.hierarchy import Entry, Hierarchy
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
+from nodeagent.tiers.read_rate import ReadRate
 
 READ_THREADS = 4
 WRITES_QUEUED_MAX = 65_536
@@ -39,9 +40,6 @@ VICTIMS_PER_STEP_MAX = 64
 ROOM_FRACTION = 100
 """Making room frees one part in so many of the quota, so that it isn't done for every write."""
 STUCK_FILES_MAX = 4_096
-READ_BYTES_PER_S = 1e9
-"""Believed of a drive until reads were seen."""
-READ_RATE_WEIGHT = 0.2
 NVME = Tier.NVME.label
 
 logger = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ class NvmeTier:
         self.quota_bytes = quota_bytes
         self.index = NvmeIndex(POLICIES[policy](), on_change)
         self.is_restoring = True
-        self.read_bytes_per_s = READ_BYTES_PER_S
+        self._rate = ReadRate()
         self._withdrawn = withdrawn
         self._metrics = metrics
         self._write_pause_s = write_pause_s
@@ -94,6 +92,11 @@ class NvmeTier:
     def used_bytes(self) -> int:
         """Bytes of all files, with those that aren't read yet or couldn't be removed."""
         return self.index.used_bytes
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """How fast chunks come from the drive, verified: measured while it was busy (see `ReadRate`)."""
+        return self._rate.bytes_per_s
 
     @property
     def queued_writes(self) -> int:
@@ -135,9 +138,11 @@ class NvmeTier:
 
     async def read(self, entry: NvmeEntry, arena: Arena, slot: int) -> bool:
         """Fill a slot with a chunk's verified bytes. `False` is a miss; a bad file goes, and its placement first."""
-        started = time.monotonic()
+        started, read_bytes = time.monotonic(), 0
+        self._rate.begin(started)
         try:
             await asyncio.get_running_loop().run_in_executor(self._readers, self._read_file, entry, arena, slot)
+            read_bytes = entry.length
         except ChunkCorrupt as error:
             self._metrics.checksum_failures.inc()
             logger.error("a chunk on disk is bad and is removed: %s", error)
@@ -152,6 +157,8 @@ class NvmeTier:
             logger.error("a chunk on disk can't be read and is removed: %s", error)
             self.doom(entry, "unreadable")
             return False
+        finally:
+            self._rate.end(time.monotonic(), read_bytes)
         self._metrics.read_seconds.labels(NVME).observe(time.monotonic() - started)
         self.index.touch(entry.label.storage_key)
         return True
@@ -166,11 +173,6 @@ class NvmeTier:
         """Have a file removed that nobody finds; its bytes stay counted until it is gone."""
         self._doomed[name] = size_bytes
         self._wake.set()
-
-    def note_read(self, read_bytes: int, read_s: float) -> None:
-        """Correct the rate by what one open saw: bytes that came side by side, and the seconds until the last one."""
-        if read_bytes and read_s > 0:
-            self.read_bytes_per_s += READ_RATE_WEIGHT * (read_bytes / read_s - self.read_bytes_per_s)
 
     def account(self) -> None:
         """Bring the gauge of bytes in use up to date after a change."""
@@ -257,6 +259,8 @@ class NvmeTier:
         if is_new:
             self._metrics.write_bytes.labels(NVME).inc(entry.length)
         written = NvmeEntry(header.label, entry.identity, entry.length, entry.checksum)
+        # A file of this name that was still to be removed has been replaced: counted once, and there to stay.
+        self.index.used_bytes -= self._stuck.pop(written.name, 0) + self._doomed.pop(written.name, 0)
         self.index.add(written)
         # Where the label became known during the write, or the file that was there had none.
         self._learn(written, entry.label)

@@ -22,6 +22,7 @@ from nodeagent.tiers.nvme import NvmeTier
 from nodeagent.tiers.nvme_index import NvmeEntry
 
 READS_PER_OPEN_MAX = 8
+"""Reads of one open that go on side by side, ahead of the chunk that is waited for."""
 LOADS_MAX = 256
 OPEN_WAIT_MAX_S = 10.0
 PREFETCH_QUEUE_MAX = 1_024
@@ -164,16 +165,12 @@ class Promotion:
         """See `LowerTier`. At most `READS_PER_OPEN_MAX` reads of one open go on side by side."""
         hierarchy = self._dram.hierarchy
         assert hierarchy is not None, "an open that continues has an arena"
-        started = time.monotonic()
         run = HeldRun(hierarchy)
         try:
-            await self._fill(run, keys, hierarchy, started + min(wait_s, OPEN_WAIT_MAX_S))
+            await self._fill(run, keys, hierarchy, time.monotonic() + min(wait_s, OPEN_WAIT_MAX_S))
         except BaseException:
             run.let_go()
             raise
-        if run.from_nvme:
-            length = sum(entry.length for key in run.from_nvme if (entry := hierarchy.find(key)) is not None)
-            self._nvme.note_read(length, time.monotonic() - started)
         return run
 
     def note_hit(self, keys: Sequence[bytes]) -> None:
@@ -219,7 +216,11 @@ class Promotion:
             await asyncio.wait([load.task for load in self._loads.values()])
 
     async def _fill(self, run: HeldRun, keys: Sequence[bytes], hierarchy: Hierarchy, deadline: float) -> None:
-        """Walk the keys with a few reads ahead; the first that isn't there, isn't good or isn't in time ends it."""
+        """Walk the keys with a few reads ahead; the first that isn't there, isn't good or isn't in time ends it.
+
+        A read takes the slot of the oldest chunk that nobody holds; one of this very run only where all is the run's.
+        """
+        hierarchy.touch_run(keys)
         ahead: Iterator[bytes] = iter(keys)
         pending: deque[tuple[bytes, _Load | None]] = deque()
         is_ended = False
@@ -241,7 +242,10 @@ class Promotion:
             key, load = pending.popleft()
             if load is not None:
                 done, _ = await asyncio.wait([load.task], timeout=max(0.0, deadline - time.monotonic()))
-                if not done or not load.task.result():
+                if not done:
+                    self._metrics.deadline_misses.inc()
+                    return
+                if not load.task.result():
                     return
                 run.from_nvme.add(key)
             run.keys.append(key)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nodeagent.client import ChunkLabel, OpenedChunk, PutResult
+from nodeagent.client import ChunkLabel, OpenedChunk, OpenedPiece, PutResult
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +19,10 @@ STOP_TIMEOUT_S = 5.0
 
 
 class ChunkStore(Protocol):
-    """What the engine asks of `nodeagent.client.ChunkClient`, whose promises hold: no call raises or waits long."""
+    """What the engine asks of `nodeagent.client.ChunkClient`, whose promises hold: nothing raises, or ends late."""
 
-    def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
-        """References to the leading run of `keys` that the host holds; empty on any trouble."""
+    def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
+        """References to the leading run of `keys` that the host holds at once; empty on any trouble."""
         ...
 
     def read_into(self, chunk: OpenedChunk, target: memoryview) -> bool:
@@ -53,9 +53,9 @@ class ChunkStore(Protocol):
 class NoStore:
     """The store of an engine without an agent: holds nothing, takes nothing."""
 
-    def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
+    def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
         """Nothing is held."""
-        return []
+        return OpenedPiece([])
 
     def read_into(self, chunk: OpenedChunk, target: memoryview) -> bool:
         """A miss."""

@@ -45,8 +45,13 @@ class Prefill:
         return sum(self.loaded_tokens.values())
 
     def advance(self) -> Floats | None:
-        """Load one chunk or compute one batch. Returns the last token's logits when the prompt is complete."""
+        """Load one chunk or compute one batch, or find that the chunk isn't there yet: then others get their turn.
+
+        Returns the last token's logits when the prompt is complete.
+        """
         if self._is_loading:
+            if not self._hit.is_ready():
+                return None
             tier = self._hit.load_next(self.sequence)
             if tier is not None:
                 self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + self._chunk_tokens

@@ -79,7 +79,9 @@ def build_service(
     cache: PrefixCache = NoPrefixCache()
     if use_cache:
         writer = ChunkWriter(store, metrics.count_write)
-        cache = TieredPrefixCache(loaded.identity, TP_RANK, loaded.chunk_tokens, gpu, store, writer)
+        cache = TieredPrefixCache(
+            loaded.identity, TP_RANK, loaded.chunk_tokens, gpu, store, writer, loaded.speed.prefill_s
+        )
     scheduler = Scheduler(loaded.model, loaded.tokenizer, cache, loaded.chunk_tokens, metrics, loaded.speed)
     return EngineService(loaded, scheduler, cache, gpu, store, metrics, int(time.time()))
 

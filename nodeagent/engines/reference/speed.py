@@ -19,6 +19,10 @@ class Speedometer:
         """Useful FLOP/s; 0 before the first observation."""
         return self._flops
 
+    def prefill_s(self, end_tokens: int, start_tokens: int) -> float:
+        """Expected seconds of a prefill from `start_tokens` to `end_tokens`; 0 before the first observation."""
+        return prefill_s(self._shape, Rates(self._flops), end_tokens, start_tokens) if self._flops else 0.0
+
     def observe(self, end_tokens: int, start_tokens: int, seconds: float) -> None:
         """A prefill from `start_tokens` to `end_tokens` took that long. Tiny ones, all overhead, don't count."""
         if end_tokens - start_tokens < _TOKENS_MIN or seconds <= 0:

@@ -1,14 +1,14 @@
 """Stand-ins: a host's tiers in memory, a model that waits for permission, and a way to run one request alone."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from directory.identity import UNSCOPED, Scope
-from nodeagent.client import ChunkLabel, PutResult
+from nodeagent.client import ChunkLabel, OpenedPiece, PutResult
 from nodeagent.engines.reference.chunk_store import ChunkStore, ChunkWriter
 from nodeagent.engines.reference.generation import Generation, GenerationRequest, GenerationStep
 from nodeagent.engines.reference.gpu_tier import GpuTier
@@ -23,9 +23,14 @@ from nodeagent.engines.reference.service import EngineService
 
 
 class MemoryStore:
-    """A host that holds chunks in memory. Chunks in `corrupt` fail their check, as the client would find."""
+    """A host that holds chunks in memory. Chunks in `corrupt` fail their check, as the client would find.
 
-    def __init__(self) -> None:
+    At most `piece_chunks` are opened at once, as by a host whose DRAM is that small.
+    """
+
+    def __init__(self, piece_chunks: int = 1_000) -> None:
+        self.piece_chunks = piece_chunks
+        self.timeouts_s: list[float] = []
         self.chunks: dict[bytes, bytes] = {}
         self.labels: dict[bytes, ChunkLabel] = {}
         self.corrupt: set[bytes] = set()
@@ -34,14 +39,16 @@ class MemoryStore:
         self.references = 0
         self.is_stopped = False
 
-    def open(self, keys: Sequence[bytes], timeout_s: float) -> list[Any]:
+    def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
+        self.timeouts_s.append(timeout_s)
         run: list[Any] = []
         for key in keys:
             if key not in self.chunks:
                 break
             run.append(SimpleNamespace(storage_key=key, tier="dram", length=len(self.chunks[key])))
+        run = run[: max(self.piece_chunks - self.references, 0)]
         self.references += len(run)
-        return run
+        return OpenedPiece(run, goes_on=any(key in self.chunks for key in keys[len(run) :][:1]))
 
     def read_into(self, chunk: Any, target: memoryview) -> bool:
         if chunk.storage_key in self.corrupt:
@@ -172,18 +179,21 @@ class Caches:
         gpu_chunks: int = 0,
         gpu: GpuTier | None = None,
         store: ChunkStore | None = None,
+        prefill_s: Callable[[int, int], float] = lambda end, start: 0.0,
     ) -> None:
         self.store: Any = store if store is not None else MemoryStore()
         self.gpu = gpu if gpu is not None else GpuTier(gpu_chunks)
         self.outcomes: list[str] = []
         self.writer = ChunkWriter(self.store, self.outcomes.append)
-        self.cache = TieredPrefixCache(loaded.identity, 0, loaded.chunk_tokens, self.gpu, self.store, self.writer)
+        self.cache = TieredPrefixCache(
+            loaded.identity, 0, loaded.chunk_tokens, self.gpu, self.store, self.writer, prefill_s
+        )
 
     def __enter__(self) -> "Caches":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.writer.stop()
+        self.cache.stop()
 
 
 def build_service(loaded: LoadedModel, model: Any = None, **limits: int) -> EngineService:
@@ -192,7 +202,7 @@ def build_service(loaded: LoadedModel, model: Any = None, **limits: int) -> Engi
     store = MemoryStore()
     gpu = GpuTier(16)
     writer = ChunkWriter(store, metrics.count_write)
-    cache = TieredPrefixCache(loaded.identity, 0, loaded.chunk_tokens, gpu, store, writer)
+    cache = TieredPrefixCache(loaded.identity, 0, loaded.chunk_tokens, gpu, store, writer, loaded.speed.prefill_s)
     scheduler = Scheduler(
         model or loaded.model, loaded.tokenizer, cache, loaded.chunk_tokens, metrics, loaded.speed, **limits
     )

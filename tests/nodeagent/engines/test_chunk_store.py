@@ -1,5 +1,4 @@
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -87,8 +86,7 @@ def test_a_store_that_fails_costs_the_chunk_not_the_writer() -> None:
 
 def test_without_a_host_nothing_is_held_and_nothing_taken() -> None:
     store, keys = NoStore(), [b"k" * 32]
-    opened: Sequence[object] = store.open(keys, 1.0)
-    assert opened == []
+    assert store.open_piece(keys, 1.0).chunks == []
     assert store.put(label(1), payload_bytes(PAYLOAD), 1.0) is PutResult.REFUSED
 
 
