@@ -17,10 +17,12 @@ from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
 from nodeagent.config import AgentConfig
 from nodeagent.door import Door
+from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
 from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.inventory import Inventory
+from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.processes import Holder, Process, ProcessWatch
 from nodeagent.publisher import Publisher
@@ -164,6 +166,9 @@ class Agent:
             metrics=self._metrics,
             walk_interval_s=self._config.directory.walk_interval_s,
             nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
+            follow=VllmFollower(
+                self._config.state, tier.labels, _BothTiers(tier, self._lower), self._metrics, sleep=self._sleep
+            ),
         )
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
@@ -268,6 +273,19 @@ class Agent:
             self._tier.account()
             if released:
                 logger.info("process %d has ended; its %d references are released", process.pid, released)
+
+
+class _BothTiers:
+    """Where a label that has become known belongs."""
+
+    def __init__(self, dram: DramTier, lower: LowerTier) -> None:
+        self._dram, self._lower = dram, lower
+
+    def learn(self, label: ChunkLabel) -> None:
+        """See `Labelled`."""
+        if self._dram.hierarchy is not None:
+            self._dram.hierarchy.learn(label)
+        self._lower.learn(label)
 
 
 def _names(publisher: Publisher) -> list[str]:

@@ -115,4 +115,12 @@ class AgentConfig(Section):
     directory: AgentDirectoryConfig = AgentDirectoryConfig()
     dram: DramConfig = DramConfig()
     nvme: NvmeConfig = NvmeConfig()
+    state_folder: Path | None = Field(
+        None, description="Folder for what is known of engines' GPUs across restarts; the door's path and .state."
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug to error.")
+
+    @property
+    def state(self) -> Path:
+        """The state folder in force."""
+        return self.state_folder or Path(f"{self.door}.state")

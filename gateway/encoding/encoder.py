@@ -11,7 +11,7 @@ import orjson
 
 from directory.members import EngineRegistration
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
-from gateway.encoding.render import ReferenceRenderer, Uncertain
+from gateway.encoding.render import ReferenceRenderer, Uncertain, VllmRenderer
 from gateway.encoding.tokenizer import Backend, load_tokenizer, longest_token_chars
 from gateway.openai_schema import CHAT, InferenceRequest
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 INLINE_CHARS_MAX = 16_000
 """Longer texts are encoded in a thread, so that the event loop isn't held."""
 RETRY_S = 2.0
-RENDERERS = {"reference": ReferenceRenderer}
+RENDERERS: dict[str, type[ReferenceRenderer]] = {"reference": ReferenceRenderer, "vllm": VllmRenderer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ class Encoder:
         will refuse it.
         """
         prompt: str | bytes
-        if request.endpoint == CHAT:
-            try:
-                prompt = self._renderer.render(request.fields)
-            except Uncertain as reason:
-                return unencoded(request, str(reason))
-        else:
-            prompt = request.prompts[0]
+        try:
+            self._renderer.check(request.fields)
+            prompt = self._renderer.render(request.fields) if request.endpoint == CHAT else request.prompts[0]
+        except Uncertain as reason:
+            return unencoded(request, str(reason))
+        adds_special = request.endpoint != CHAT and self._renderer.adds_special_tokens
         if isinstance(prompt, bytes):
             return Encoding(prompt, len(prompt) // 4)
         if len(prompt) > context_tokens * self._token_chars_max:
             return unencoded(request, "too_long")
         if len(prompt) <= INLINE_CHARS_MAX:
-            tokens = self._backend.encode(prompt)
+            tokens = self._backend.encode(prompt, adds_special)
         else:
-            tokens = await asyncio.get_running_loop().run_in_executor(self._pool, self._backend.encode, prompt)
+            loop = asyncio.get_running_loop()
+            tokens = await loop.run_in_executor(self._pool, self._backend.encode, prompt, adds_special)
         return Encoding(tokens, len(tokens) // 4)
 
 

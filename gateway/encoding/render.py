@@ -15,6 +15,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 ROLES = frozenset({"system", "developer", "user", "assistant"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 UNCERTAIN_FIELDS = ("tools", "functions", "documents", "chat_template", "reasoning_effort")
+VLLM_UNCERTAIN_FIELDS = (
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "kv_transfer_params",
+    "prompt_embeds",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
 UNCERTAIN_MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "reasoning", "reasoning_content")
 UNCERTAIN_ARGUMENTS = frozenset({"chat_template", "tokenize"})
 FINAL_MARK = "\ue0f0final\ue0f1"
@@ -28,6 +36,11 @@ class Uncertain(Exception):
 class ReferenceRenderer:
     """Renders for engines of the kind `reference`. Immutable; safe to share between threads."""
 
+    roles = ROLES
+    _maps_developers = True
+    adds_special_tokens = False
+    """Whether the engine adds the tokenizer's special tokens to a completion's text."""
+
     def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -35,9 +48,12 @@ class ReferenceRenderer:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         self._template = environment.from_string(template)
-        self._maps_developer = "developer" not in template
+        self._maps_developer = self._maps_developers and "developer" not in template
         tokens = {name: special_tokens.get(name) for name in ("bos_token", "eos_token")}
         self._special_tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raises `Uncertain` for fields, of any endpoint, under which the engine's token ids aren't known."""
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """The prompt's text for a chat request's fields. Raises `Uncertain`."""
@@ -68,7 +84,7 @@ class ReferenceRenderer:
     def _normalise(self, message: Mapping[str, Any]) -> dict[str, str]:
         """The message as the template sees it: content parts joined by newlines, no content an empty text."""
         role = message["role"]
-        if role not in ROLES:
+        if role not in self.roles:
             raise Uncertain("role")
         if any(message.get(name) for name in UNCERTAIN_MESSAGE_FIELDS):
             raise Uncertain("message_fields")
@@ -86,6 +102,20 @@ class ReferenceRenderer:
         elif name is not None:
             raise Uncertain("message_fields")
         return normalised
+
+
+class VllmRenderer(ReferenceRenderer):
+    """Renders as vLLM 0.32 does: text messages alone, by the model's own template; anything else is uncertain."""
+
+    roles = frozenset({"system", "user", "assistant"})
+    adds_special_tokens = True
+    _maps_developers = False
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """See `ReferenceRenderer`."""
+        for name in VLLM_UNCERTAIN_FIELDS:
+            if fields.get(name) is not None:
+                raise Uncertain(name)
 
 
 def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -25,9 +25,9 @@ _PARITY_PIECES = (
 
 
 class Backend(Protocol):
-    """Encodes text; special tokens in the text are recognised, none are added."""
+    """Encodes text; special tokens in the text are recognised, and added only where it is asked for."""
 
-    def encode(self, text: str) -> bytes:
+    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """Token ids as little-endian u32."""
         ...
 
@@ -42,9 +42,9 @@ class HuggingFaceBackend:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode(self, text: str) -> bytes:
+    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """See `Backend`."""
-        return pack_tokens(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return pack_tokens(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def added_tokens(self) -> list[str]:
         """The contents of all added tokens."""
@@ -60,9 +60,9 @@ class FastokensBackend:
         self._tokenizer = fastokens.Tokenizer.from_json_str(pipeline)
         self._tokenizer.no_truncation()
 
-    def encode(self, text: str) -> bytes:
+    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """See `Backend`."""
-        ids, _offsets = self._tokenizer.encode_batch_flat([text], add_special_tokens=False)
+        ids, _offsets = self._tokenizer.encode_batch_flat([text], add_special_tokens=add_special_tokens)
         return bytes(ids)
 
 
@@ -83,7 +83,7 @@ def load_tokenizer(pipeline: bytes) -> HuggingFaceBackend | FastokensBackend:
         logger.info("fastokens doesn't support this tokenizer, using tokenizers: %s", error)
         return reference
     for sample in parity_texts(reference.added_tokens()):
-        if fast.encode(sample) != reference.encode(sample):
+        if any(fast.encode(sample, special) != reference.encode(sample, special) for special in (False, True)):
             logger.warning("fastokens disagrees with tokenizers on this tokenizer, using tokenizers")
             return reference
     return fast

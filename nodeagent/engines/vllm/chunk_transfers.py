@@ -100,7 +100,8 @@ class _Asked:
 class ChunkTransfers:
     """Moves chunks of `chunk_bytes` between the staging area and the host.
 
-    `area` is one flat, writable view of bytes; a chunk's row begins at a multiple of `row_bytes`. `storage_key` names the bytes of an engine's key. `seconds_per_chunk` is about what computing a chunk takes.
+    `area` is one flat, writable view of bytes; a chunk's row begins at a multiple of `row_bytes`. `storage_key` names
+    the bytes of an engine's key. `seconds_per_chunk` is about what computing a chunk takes.
     """
 
     def __init__(

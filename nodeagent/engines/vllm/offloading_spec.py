@@ -16,6 +16,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 class WarmrouteOffloadingSpec(TieringOffloadingSpec):
     """See the module."""
 
+    _worker: OffloadingWorker | None
+
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """The worker that moves blocks between the engine's KV and its staging rows."""
         if not current_platform.is_cpu():

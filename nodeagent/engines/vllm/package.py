@@ -25,6 +25,12 @@ VLLM = (
     "secondary_tier",
     "settings",
 )
+ENTRY = f'''"""What a launch line of vLLM names."""
+
+from {NAME}.nodeagent.engines.vllm.connector import WarmrouteConnector
+
+__all__ = ["WarmrouteConnector"]
+'''
 ROOT = Path(__file__).parents[3]
 _IMPORT = re.compile(r"^(\s*(?:from|import) )(directory|nodeagent)\b", re.MULTILINE)
 
@@ -40,10 +46,7 @@ def build(folder: Path) -> Path:
             _write(target / place / f"{name}.py", renamed((source / f"{name}.py").read_text("utf-8")))
     for inner in [target, *(path for path in target.rglob("*") if path.is_dir())]:
         _write(inner / "__init__.py", f'"""Part of {NAME}: warmroute as an engine\'s process imports it."""\n')
-    _write(
-        target / "vllm.py",
-        f'"""What a launch line of vLLM names."""\n\nfrom {NAME}.nodeagent.engines.vllm.connector import WarmrouteConnector\n\n__all__ = ["WarmrouteConnector"]\n',
-    )
+    _write(target / "vllm.py", ENTRY)
     return target
 
 
