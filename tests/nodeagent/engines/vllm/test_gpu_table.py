@@ -49,7 +49,7 @@ def test_a_label_joins_the_whole_hash_of_the_last_block_to_the_directory_key() -
     gpu, blocks = table(), names(4)
     first, second = keys(EIGHT)
     changes = apply(gpu, stored(blocks, EIGHT))
-    assert changes.labels == (Label(blocks[1], first, None, 0), Label(blocks[3], second, first, 1))  # type: ignore[arg-type]
+    assert changes.labels == (Label(blocks[1], first, None, 0), Label(blocks[3], second, first, 1, blocks[1]))  # type: ignore[arg-type]
     assert gpu.labels() == changes.labels
     assert not apply(table(), stored([1, 2, 3, 4], EIGHT)).labels, "64 bits of a hash label nothing"
 
