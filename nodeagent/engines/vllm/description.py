@@ -4,6 +4,7 @@ Runs in the engine's process. Nothing here is configured twice: vLLM knows its m
 module says them at the door. It imports nothing of vLLM; attributes are those of vLLM 0.32.
 """
 
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from nodeagent.messages import KvEventSource
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 STABLE_HASHES = ("sha256", "sha256_cbor")
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
 CPU_FLOPS, GPU_FLOPS = 2e11, 2e14
 """Useful FLOP/s believed of an engine until its own metrics tell."""
 
@@ -75,7 +76,6 @@ def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout
     files = {
         name: (tokenizer_folder / name).read_bytes() for name in TOKENIZER_FILES if (tokenizer_folder / name).is_file()
     }
-    weight_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     served = model.served_model_name
     models = (served,) if isinstance(served, str) else tuple(served)
     identity = Identity(
@@ -86,7 +86,6 @@ def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout
         layout=layout.name,
         tp_size=parallel.tensor_parallel_size,
     )
-    parameters = weight_bytes / DTYPE_BYTES.get(str(model.dtype).removeprefix("torch."), 2)
     text = model.hf_text_config
     is_cpu = getattr(vllm_config.device_config, "device_type", "") == "cpu"
     return EngineHello(
@@ -95,7 +94,7 @@ def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout
         models=models,
         identity=identity,
         tp_rank=0,
-        shape=ModelShape(parameters, text.num_hidden_layers, text.hidden_size, layout.kv_bytes_per_token),
+        shape=ModelShape(count_parameters(folder), text.num_hidden_layers, text.hidden_size, layout.kv_bytes_per_token),
         chunk_tokens=settings.chunk_tokens,
         chunk_bytes=layout.chunk_bytes,
         context_tokens=model.max_model_len,
@@ -136,6 +135,26 @@ def model_folder(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def count_parameters(folder: Path) -> float:
+    """The model's parameters: from the headers of safetensors files, else two bytes of weights for each.
+
+    Format: a u64 (little-endian) length, then that much JSON (github.com/huggingface/safetensors).
+    """
+    counted = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > SAFETENSORS_HEADER_BYTES_MAX:
+                return _parameters_by_size(folder)
+            header = json.loads(file.read(length))
+        counted += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    return float(counted) or _parameters_by_size(folder)
+
+
+def _parameters_by_size(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES) / 2
 
 
 def seconds_per_chunk(hello: EngineHello) -> float:
