@@ -13,7 +13,7 @@ from nodeagent.messages import PutOutcome
 from nodeagent.tiers.chunk_file import HEADER_BYTES, name_of
 from nodeagent.tiers.promotion import PREFETCH_WORKERS
 from tests.nodeagent.running import storage_key
-from tests.nodeagent.tiers_by_hand import FILES, FILE_BYTES, LONG_S, NO_TIME_S, SLOTS, Host, checksum_of, chunk
+from tests.nodeagent.tiers_by_hand import FILE_BYTES, FILES, LONG_S, NO_TIME_S, SLOTS, Host, checksum_of, chunk
 
 CHUNKS = 9
 ALL = [f"c{number}" for number in range(CHUNKS)]
@@ -23,7 +23,7 @@ HOLDERS = st.sampled_from(["p", "q"])
 
 
 class TwoTiers(RuleBasedStateMachine):
-    """Puts, runs, hints, deaths, restarts, damaged files and a failing drive. The model is what each name stands for."""
+    """Puts, runs, hints, deaths, restarts, damaged files, a failing drive. The model is what each name stands for."""
 
     @initialize(writes_through=st.booleans())
     def begin(self, writes_through):
