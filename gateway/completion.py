@@ -21,6 +21,7 @@ from gateway.errors import (
     UpstreamError,
     UpstreamTimeout,
     broken_stream_event,
+    quoted,
 )
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
@@ -130,9 +131,9 @@ class Completion:
     def _serving(self, model: str) -> list[EngineView]:
         views = self._fleet.table.serving(model)
         if not views and model not in self._fleet.models_seen:
-            raise ModelNotFound(f"the model {model!r} is not served here", "model")
+            raise ModelNotFound(f"the model {quoted(model)} is not served here", "model")
         if not views:
-            raise NoEngineAvailable(f"no engine that serves {model!r} is ready")
+            raise NoEngineAvailable(f"no engine that serves {quoted(model)} is ready")
         return views
 
     def _serving_now(self, model: str, views: list[EngineView]) -> list[EngineView]:
@@ -141,9 +142,9 @@ class Completion:
 
     def _unserved(self, model: str, failure: EngineFailed | None) -> Exception:
         if failure is None:
-            return NoEngineAvailable(f"no engine that serves {model!r} is ready")
+            return NoEngineAvailable(f"no engine that serves {quoted(model)} is ready")
         kind = UpstreamTimeout if failure.is_timeout else UpstreamError
-        return kind(f"every engine tried for {model!r} failed; the last one {failure}")
+        return kind(f"every engine tried for {quoted(model)} failed; the last one {failure}")
 
     async def explain(self, incoming: Incoming) -> tuple[Prepared, RoutingDecision]:
         """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
