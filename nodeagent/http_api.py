@@ -118,4 +118,5 @@ class HttpServer(uvicorn.Server):
 def listen(bind: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 takes a free one. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    return socket.create_server((bind, port), family=family, backlog=BACKLOG)
+    listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
+    return socket.socket(fileno=listener.detach())  # now it knows its protocol, so asyncio sets TCP_NODELAY
