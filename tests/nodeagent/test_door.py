@@ -190,7 +190,7 @@ def test_an_engine_with_larger_chunks_works_on_without_the_tier(tmp_path):
 
 
 def test_an_agent_that_can_not_have_the_memory_lives_on_without_the_tier(tmp_path):
-    with running_agent(tmp_path, dram_bytes=1 << 50) as agent:
+    with running_agent(tmp_path, dram_bytes=1 << 49) as agent:
         with connected(agent.config.door, gpu=[b"g" * 16]) as client:
             assert client.put(label("a"), payload("a"), WAIT_S) is PutResult.REFUSED
             eventually(lambda: agent.believed(b"g" * 16) == 1, "its gpu tier")
