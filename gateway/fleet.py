@@ -178,12 +178,19 @@ class Fleet:
 
     async def _poll_for_ever(self) -> None:
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # the edge of the loop: one strange row must not end the gateway
+                logger.exception("reading the directory's table met a fault, keeping the last")
+                self.directory_state = "unavailable: it met a fault of the gateway's own"
             await self._sleep(POLL_INTERVAL_S)
 
     async def _check_for_ever(self) -> None:
         while True:
-            await self.check_health()
+            try:
+                await self.check_health()
+            except Exception:  # the edge of the loop: one strange engine must not end the gateway
+                logger.exception("checking the engines' health met a fault")
             await self._sleep(self._health.interval_s)
 
     def _believe(self, members: Sequence[Member], sent_at: float) -> None:

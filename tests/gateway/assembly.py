@@ -111,7 +111,7 @@ async def gateway_for(
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(completion, fleet, encoders, ledger, metrics, lambda: False)
+        admin = create_admin_api(completion, fleet, encoders, ledger, metrics, lambda: False, body_bytes_max)
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 

@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import openai
 import orjson
 import pytest
 
+from gateway.config import TimeoutsConfig
 from gateway.openai_schema import CHAT, COMPLETIONS
 from tests import bad_input
+from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import TestGateway, eventually, gateway_for
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
@@ -262,3 +265,65 @@ async def test_a_client_that_goes_while_it_sends_leaves_nothing(gateway: TestGat
     await eventually(
         lambda: gateway.count("warmroute_requests_total", model="other", endpoint=COMPLETIONS, status="499") == 2
     )
+
+
+async def test_the_official_client_raises_the_right_error_for_each_kind() -> None:
+    """Each row: the engines' behaviour, the request, the client's exception, its status, and words of its message."""
+    messages: Any = [{"role": "user", "content": "hi"}]
+    rows: list[tuple[Any, dict[str, Any], type[openai.APIStatusError], int, str]] = [
+        (mock.answer_well, {"messages": []}, openai.BadRequestError, 400, "messages must be"),
+        (mock.answer_well, {"model": "other"}, openai.NotFoundError, 404, "not served here"),
+        (
+            mock.answer_well,
+            {"messages": [{"role": "user", "content": "x" * 2**21}]},
+            openai.APIStatusError,
+            413,
+            "larger",
+        ),
+        (mock.answer_well, {"extra_headers": {"content-encoding": "gzip"}}, openai.APIStatusError, 415, "uncompressed"),
+        (mock.answer_status(400), {}, openai.BadRequestError, 400, "says 400"),
+        (mock.answer_status(401), {}, openai.AuthenticationError, 401, "says 401"),
+        (mock.answer_status(403), {}, openai.PermissionDeniedError, 403, "says 403"),
+        (mock.answer_status(409), {}, openai.ConflictError, 409, "says 409"),
+        (mock.answer_status(422), {}, openai.UnprocessableEntityError, 422, "says 422"),
+        (mock.answer_status(429), {}, openai.RateLimitError, 429, "says 429"),
+        (mock.answer_status(500), {}, openai.InternalServerError, 500, "says 500"),
+        (mock.answer_status(503), {}, openai.InternalServerError, 503, "says 503"),
+        (mock.drop_connection, {}, openai.InternalServerError, 502, "every engine tried"),
+        (mock.never_answer, {}, openai.InternalServerError, 504, "didn't answer in time"),
+    ]
+    for stream in (False, True):
+        for behaviour, changes, kind, status, words in rows:
+            async with MockEngine("a", behaviour) as engine:
+                async with gateway_for([engine], TimeoutsConfig(connect_s=0.2, first_byte_s=0.2)) as gateway:
+                    url = gateway.url + "/v1"
+                    async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+                        asked: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": stream, **changes}
+                        with pytest.raises(kind, match=words) as raised:
+                            await client.chat.completions.create(**asked)
+                        assert raised.value.status_code == status
+                        assert isinstance(raised.value.body, dict), "the client found OpenAI's error object"
+
+
+async def test_the_official_client_is_told_to_come_again_when_no_engine_is_ready() -> None:
+    async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
+        engine.is_well = False
+        for _ in range(2):
+            await gateway.fleet.check_health()
+        async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="k", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError, match="no engine that serves") as raised:
+                await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        assert raised.value.status_code == 503
+        assert raised.value.response.headers["retry-after"] == "1"
+
+
+async def test_the_admin_port_bounds_what_it_reads(gateway: TestGateway) -> None:
+    transport = httpx.ASGITransport(app=gateway.admin)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        for content in bad_input.NOT_AN_OBJECT.values():
+            answer = await client.post("/route/explain", content=content)
+            assert answer.status_code == 400
+            bad_input.check_error_shape(answer.content)
+        large = await client.post("/route/explain", content=b" " * (2**20 + 1))
+        assert large.status_code == 413
+        assert (await client.post("/route/explain", json=COMPLETION_BODY)).status_code == 200
