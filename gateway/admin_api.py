@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from directory.members import HostRegistration, Member
 from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
-from gateway.errors import GatewayError
+from gateway.errors import BodyTooLarge, GatewayError
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
 from gateway.metrics import GatewayMetrics
@@ -25,6 +25,7 @@ def create_admin_api(
     ledger: Ledger,
     metrics: GatewayMetrics,
     is_draining: Any,
+    body_bytes_max: int,
 ) -> FastAPI:
     """The application; `is_draining()` says whether the gateway is going."""
     # Its pages of documentation would load scripts from elsewhere: the description alone is served.
@@ -64,8 +65,8 @@ def create_admin_api(
 
         The body is the request itself; one with `prompt` is a completion, any other a chat.
         """
-        body = await request.body()
         try:
+            body = await _bounded_body(request, body_bytes_max)
             endpoint = COMPLETIONS if b'"prompt"' in body and b'"messages"' not in body else CHAT
             incoming = Incoming(parse_request(endpoint, body), request.headers.raw, 0.0)
             prepared, decision = await completion.explain(incoming)
@@ -74,6 +75,15 @@ def create_admin_api(
         return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
 
     return api
+
+
+async def _bounded_body(request: Request, body_bytes_max: int) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > body_bytes_max:
+            raise BodyTooLarge(f"the body is larger than {body_bytes_max} bytes")
+    return bytes(body)
 
 
 def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any]:

@@ -41,4 +41,7 @@ def _opening(request: InferenceRequest) -> bytes:
         messages.append([message["role"], message.get("content")])
         if message["role"] == "user":
             break
-    return orjson.dumps(messages)
+    try:
+        return orjson.dumps(messages)
+    except orjson.JSONEncodeError:  # nested more deeply than is written, though not more deeply than is read
+        return request.body

@@ -15,6 +15,7 @@ from prometheus_client import disable_created_metrics
 from directory.members import EngineRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
+from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.encoding.encoder import Encoders
@@ -68,7 +69,10 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         lookup, prefetcher = ChunkLookup(directory, clock), Prefetcher(control)
         completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
-        admin = _server(create_admin_api(completion, fleet, encoders, ledger, metrics, stop.is_set), 1.0)
+        admin = _server(
+            create_admin_api(completion, fleet, encoders, ledger, metrics, stop.is_set, config.limits.body_bytes_max),
+            1.0,
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
@@ -107,20 +111,21 @@ def _server(app: object, drain_s: float) -> _Server:
         uvicorn.Config(
             app,  # type: ignore[arg-type]
             lifespan="off",
+            http=ClientConnection,
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, round(drain_s)),
-            h11_max_incomplete_event_size=None,
         )
     )
 
 
 def _listen(bind: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is spelled out: asyncio sets TCP_NODELAY only where it knows that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((bind, port))

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from gateway.events import is_done
+
 TAIL_BYTES_MAX = 8192
 
 
@@ -26,6 +28,11 @@ class StreamTail:
     def add(self, piece: bytes) -> None:
         """Take the next piece of the stream."""
         self._tail = piece[-TAIL_BYTES_MAX:] if len(piece) >= TAIL_BYTES_MAX else (self._tail + piece)[-TAIL_BYTES_MAX:]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the stream's terminator was its last event."""
+        return is_done(self._tail)
 
     def usage(self) -> Usage | None:
         """The usage in the last event that has one."""
@@ -49,3 +56,12 @@ def read_usage(data: bytes) -> Usage | None:
     details: Any = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
     return Usage(usage["prompt_tokens"], cached if isinstance(cached, int) else None)
+
+
+def is_json(data: bytes) -> bool:
+    """Whether an answer is a complete JSON value."""
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return False
+    return True

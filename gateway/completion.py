@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -13,7 +13,7 @@ from directory.costs import Rates, prefill_s
 from directory.identity import Scope
 from directory.placements import NO_MATCH
 from gateway.affinity import session_key
-from gateway.audit import StreamTail, Usage, read_usage
+from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
 from gateway.errors import (
     ModelNotFound,
@@ -21,7 +21,9 @@ from gateway.errors import (
     UpstreamError,
     UpstreamTimeout,
     broken_stream_event,
+    quoted,
 )
+from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
@@ -37,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
-EVENT_ENDS = (b"\n\n", b"\n\r\n")
-EVENT_BYTES_MAX = 2**20
-"""A longer event is passed on in parts."""
 
 
 class Sink(Protocol):
@@ -109,7 +108,7 @@ class Completion:
         tried: set[str] = set()
         failure: EngineFailed | None = None
         while len(tried) < ATTEMPTS_MAX:
-            left = [view for view in self._serving_now(request.model, views) if view.engine not in tried]
+            left = self._untried(request.model, views, tried)
             if not left:
                 break
             decision = self._route(prepared, left)
@@ -128,22 +127,28 @@ class Completion:
         raise self._unserved(request.model, failure)
 
     def _serving(self, model: str) -> list[EngineView]:
-        views = self._fleet.table.serving(model)
+        views = self._fleet.table.serving(model) or self._fleet.table.doubtful(model)
         if not views and model not in self._fleet.models_seen:
-            raise ModelNotFound(f"the model {model!r} is not served here", "model")
+            raise ModelNotFound(f"the model {quoted(model)} is not served here", "model")
         if not views:
-            raise NoEngineAvailable(f"no engine that serves {model!r} is ready")
+            raise NoEngineAvailable(f"no engine that serves {quoted(model)} is ready")
         return views
 
-    def _serving_now(self, model: str, views: list[EngineView]) -> list[EngineView]:
-        """Ready engines; or, if none is any more, those that were when the request came: one of them may be well."""
-        return self._fleet.table.serving(model) or views
+    def _untried(self, model: str, views: list[EngineView], tried: set[str]) -> list[EngineView]:
+        """Who is left to try: ready engines; then those in doubt; or, if none is ready any more, those that were when
+        the request came: one of them may be well.
+        """
+        ready, doubtful = self._fleet.table.serving(model), self._fleet.table.doubtful(model)
+        for group in (ready, doubtful, [] if ready else views):
+            if left := [view for view in group if view.engine not in tried]:
+                return left
+        return []
 
     def _unserved(self, model: str, failure: EngineFailed | None) -> Exception:
         if failure is None:
-            return NoEngineAvailable(f"no engine that serves {model!r} is ready")
+            return NoEngineAvailable(f"no engine that serves {quoted(model)} is ready")
         kind = UpstreamTimeout if failure.is_timeout else UpstreamError
-        return kind(f"every engine tried for {model!r} failed; the last one {failure}")
+        return kind(f"every engine tried for {quoted(model)} failed; the last one {failure}")
 
     async def explain(self, incoming: Incoming) -> tuple[Prepared, RoutingDecision]:
         """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
@@ -229,20 +234,24 @@ class Completion:
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
         try:
-            answer = await self._send(incoming, view, may_retry)
-            self._ledger.first_byte(booking)
+            async with self._unless_lost(view.engine, may_retry):
+                url = view.url + incoming.path
+                answer = await self._upstream.send(url, incoming.headers, request.body, view.api_key)
+                self._ledger.first_byte(booking)
+                is_stream = answer.content_type == "text/event-stream"
+                is_refusal = may_retry and answer.status in RETRY_STATUSES
+                body = await self._read_whole(answer) if is_refusal or not is_stream else None
             headers = answer.headers()
-            if may_retry and answer.status in RETRY_STATUSES:
-                body = await answer.read_whole()
+            if is_refusal:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
                 headers += explanation(decision)
-            if answer.content_type == "text/event-stream":
-                self._observe_first_byte(incoming, prepared, score)
-                usage = await self._relay_stream(answer, headers, sink)
+            if is_stream:
+                observe = partial(self._observe_first_byte, incoming, prepared, score)
+                usage = await self._relay_stream(answer, headers, sink, view.engine, observe)
             else:
-                usage = await self._relay_whole(answer, headers, sink)
+                usage = await self._relay_whole(answer, body, headers, sink, view.engine)
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
         except EngineFailed as failure:
@@ -255,16 +264,24 @@ class Completion:
             self._ledger.release(booking)
         return None
 
-    async def _send(self, incoming: Incoming, view: EngineView, may_leave: bool) -> Answer:
-        """Send, and wait for the first byte; leave an engine that is found unwell meanwhile, if there is another."""
-        url = view.url + incoming.path
+    @asynccontextmanager
+    async def _unless_lost(self, engine: str, may_leave: bool) -> AsyncIterator[None]:
+        """Leave an engine that is found unwell inside this block, if there is another: raises `EngineFailed`."""
         try:
             async with asyncio.timeout(None) as wait:
                 leave = partial(wait.reschedule, 0.0) if may_leave else _stay
-                with self._fleet.told_when_lost(view.engine, leave):
-                    return await self._upstream.send(url, incoming.headers, incoming.request.body, view.api_key)
+                with self._fleet.told_when_lost(engine, leave):
+                    yield
         except TimeoutError:
-            raise EngineFailed("was found unwell before its first byte") from None
+            raise EngineFailed("was found unwell before its answer was there") from None
+
+    async def _read_whole(self, answer: Answer) -> bytes | None:
+        """The whole body before anything is sent on, so that an engine that dies while writing it can be replaced."""
+        body = await answer.read_whole()
+        is_told = answer.is_end_told or answer.content_type != "application/json"
+        if body is not None and not is_told and not is_json(body):
+            raise EngineFailed("connection failed in the middle of an answer", is_connection=True)
+        return body
 
     async def _pass_on(self, answer: WholeAnswer, sink: Sink) -> None:
         """An engine's own words, where no other engine could do better."""
@@ -272,24 +289,41 @@ class Completion:
         await sink.write(answer.body)
         await sink.finish()
 
-    async def _relay_stream(self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink) -> Usage | None:
-        """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream."""
-        await sink.start(answer.status, headers)
-        tail = StreamTail()
+    async def _relay_stream(
+        self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str, observe: Callable[[], None]
+    ) -> Usage | None:
+        """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream.
+
+        Raises `EngineFailed` before the first whole event: the request may go elsewhere.
+        """
+        # An event may be added at the end, so a length that was promised can't be kept.
+        headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+        tail, has_started = StreamTail(), False
         try:
-            async for events in _whole_events(answer.pieces()):
+            async for events in whole_events(answer.pieces(), answer.is_end_told):
+                if not has_started:
+                    observe()
+                    await sink.start(answer.status, headers)
+                has_started = True
                 tail.add(events)
                 await sink.write(events)
+            if not answer.is_end_told and not tail.is_done:
+                raise EngineFailed("connection ended in the middle of a stream", is_connection=True)
         except EngineFailed as failure:
-            logger.warning("a stream broke after its first byte: %s", failure)
-            self._metrics.degraded.labels("stream_broken").inc()
-            await sink.write(broken_stream_event(f"the engine failed while it was answering: {failure}"))
+            if not has_started:
+                raise
+            if not tail.is_done:
+                self._note_broken("stream_broken", engine, failure)
+                await sink.write(broken_stream_event(f"the engine failed while it was answering: {failure}"))
+        if not has_started:
+            await sink.start(answer.status, headers)
         await sink.finish()
         return tail.usage()
 
-    async def _relay_whole(self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink) -> Usage | None:
-        """Read the whole answer first, so that an engine that dies while writing it can be replaced."""
-        body = await answer.read_whole()
+    async def _relay_whole(
+        self, answer: Answer, body: bytes | None, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str
+    ) -> Usage | None:
+        """Send a body that was read, or one that is too large for that, piece by piece."""
         await sink.start(answer.status, headers)
         if body is not None:
             await sink.write(body)
@@ -298,11 +332,18 @@ class Completion:
         try:
             async for piece in answer.pieces():
                 await sink.write(piece)
-        except EngineFailed as failure:
-            logger.warning("a large answer broke off, the client's connection is cut: %s", failure)
+        except EngineFailed as failure:  # the client's connection is cut: it sees that this isn't the end
+            self._note_broken("answer_broken", engine, failure)
             return None
         await sink.finish()
         return None
+
+    def _note_broken(self, reason: str, engine: str, failure: EngineFailed) -> None:
+        """An answer broke after its first byte."""
+        logger.warning("an answer of engine %s broke after its first byte: %s", engine, failure)
+        self._metrics.degraded.labels(reason).inc()
+        if failure.is_connection:
+            self._fleet.note_failure(engine)
 
     def _observe_first_byte(self, incoming: Incoming, prepared: Prepared, score: Score) -> None:
         usable = prepared.encoding.prompt_tokens
@@ -347,24 +388,3 @@ def _context_tokens(view: EngineView) -> int:
 
 def _stay() -> None:
     """There is no other engine to go to: wait on."""
-
-
-async def _whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes, cut at ends of events; what follows the last end is given only when the stream ends well."""
-    held = b""
-    async for piece in pieces:
-        joined = held + piece if held else piece
-        end = len(joined) if len(joined) > EVENT_BYTES_MAX else _last_event_end(joined)
-        held = joined[end:]
-        if end:
-            yield joined[:end]
-    if held:
-        yield held
-
-
-def _last_event_end(piece: bytes) -> int:
-    """Where the last event in `piece` ends: after an empty line, with either kind of line end; 0 for nowhere."""
-    if piece.endswith(b"\n\n"):
-        return len(piece)
-    ends = [piece.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in piece]
-    return max(ends, default=0)

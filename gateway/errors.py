@@ -3,9 +3,12 @@
     GatewayError (status, type, code)
     ├─ InvalidRequest      400   names the field
     ├─ ModelNotFound       404
-    ├─ NotFound            404   no such path, or another method
-    ├─ RequestTimeout      408   the body didn't arrive in time
+    ├─ NotFound            404   no such path
+    ├─ MethodNotAllowed    405   the path is served, with another method
+    ├─ RequestTimeout      408   head or body didn't arrive in time
     ├─ BodyTooLarge        413
+    ├─ UnsupportedEncoding 415   the body is compressed
+    ├─ HeadersTooLarge     431
     ├─ NoEngineAvailable   503   nobody serves the model now
     ├─ UpstreamError       502   engines were tried and failed before the first byte
     └─ UpstreamTimeout     504   an engine didn't answer in time
@@ -16,6 +19,8 @@ After the first byte there are no retries: a stream that breaks ends with one er
 from typing import Any, ClassVar
 
 import orjson
+
+QUOTED_CHARS_MAX = 100
 
 
 class GatewayError(Exception):
@@ -59,8 +64,16 @@ class NotFound(GatewayError):
     code = "not_found"
 
 
+class MethodNotAllowed(GatewayError):
+    """The path is served with another method."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
 class RequestTimeout(GatewayError):
-    """The body came too slowly."""
+    """The request came too slowly."""
 
     status = 408
     type = "invalid_request_error"
@@ -73,6 +86,22 @@ class BodyTooLarge(GatewayError):
     status = 413
     type = "invalid_request_error"
     code = "body_too_large"
+
+
+class UnsupportedEncoding(GatewayError):
+    """The body is compressed, and can't be read to route by it."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_encoding"
+
+
+class HeadersTooLarge(GatewayError):
+    """The head of the request is over the limit."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class NoEngineAvailable(GatewayError):
@@ -98,6 +127,11 @@ class UpstreamTimeout(GatewayError):
     status = 504
     type = "upstream_error"
     code = "upstream_timeout"
+
+
+def quoted(text: str) -> str:
+    """A client's own word in quotes, cut to what a message can bear."""
+    return repr(text if len(text) <= QUOTED_CHARS_MAX else text[:QUOTED_CHARS_MAX] + "…")
 
 
 def error_body(message: str, type_: str, param: str | None, code: str | None) -> bytes:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 UNKNOWN_SHAPE = ModelShape(parameters=8e9, layers=32, d_model=4096, kv_bytes_per_token=131072)
 """Stands for engines without an agent: an 8B model. Among themselves only the ratio of candidates counts."""
 UNKNOWN_CHUNK_TOKENS = 256
+FAILING = "failing"
+"""The state of an engine that dropped a connection, until its next health check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,10 @@ class FleetTable:
         """The ready engines that serve `model`."""
         return [view for view in self.engines.values() if view.is_ready and model in view.models]
 
+    def doubtful(self, model: str) -> list[EngineView]:
+        """Engines that dropped a connection and weren't checked since: for want of a ready one they are tried."""
+        return [view for view in self.engines.values() if view.state == FAILING and model in view.models]
+
     def models(self) -> dict[str, EngineView]:
         """Every model served by a ready engine, with one such engine."""
         return {model: view for view in self.engines.values() if view.is_ready for model in view.models}
@@ -113,11 +119,11 @@ class Fleet:
         view = self.table.engines.get(engine)
         if view is not None and view.is_ready:
             self._health.distrust(engine)
-            self._publish({**self.table.engines, engine: replace(view, state="failing")}, self.table.hosts)
+            self._publish({**self.table.engines, engine: replace(view, state=FAILING)}, self.table.hosts)
 
     @contextlib.contextmanager
     def told_when_lost(self, engine: str, tell: Callable[[], None]) -> Iterator[None]:
-        """Call `tell`, once, if the engine stops being ready inside this block."""
+        """Call `tell`, once, if the engine is found worse than it was inside this block: in doubt, or unwell."""
         watchers = self._watchers.setdefault(engine, set())
         watchers.add(tell)
         try:
@@ -172,12 +178,19 @@ class Fleet:
 
     async def _poll_for_ever(self) -> None:
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # the edge of the loop: one strange row must not end the gateway
+                logger.exception("reading the directory's table met a fault, keeping the last")
+                self.directory_state = "unavailable: it met a fault of the gateway's own"
             await self._sleep(POLL_INTERVAL_S)
 
     async def _check_for_ever(self) -> None:
         while True:
-            await self.check_health()
+            try:
+                await self.check_health()
+            except Exception:  # the edge of the loop: one strange engine must not end the gateway
+                logger.exception("checking the engines' health met a fault")
             await self._sleep(self._health.interval_s)
 
     def _believe(self, members: Sequence[Member], sent_at: float) -> None:
@@ -252,8 +265,9 @@ class Fleet:
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
         before, self.table = self.table, FleetTable(dict(engines), dict(hosts))
         for engine in list(self._watchers):
-            is_lost = engine not in engines or not engines[engine].is_ready
-            if is_lost and engine in before.engines and before.engines[engine].is_ready:
+            was = before.engines[engine].state if engine in before.engines else ""
+            now = engines[engine].state if engine in engines else ""
+            if was in ("ready", FAILING) and now not in ("ready", was):
                 for tell in self._watchers.pop(engine):
                     tell()
         for view in engines.values():

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import orjson
 
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 2.0
+"""For one question, all of its answer included: an engine that answers a byte at a time is too slow, too."""
+ANSWER_BYTES_MAX = 4 * 2**20
 CHECKS_AT_ONCE_MAX = 32
 FAILURES_MAX = 2
 """Checks that must fail in a row before a ready engine is left: one slow answer isn't an outage."""
@@ -74,7 +77,7 @@ class HealthCheck:
     async def _check_one(self, target: Target) -> Health:
         async with self._slots:
             problem = await self._problem(target)
-        url, models = self._listed.get(target.engine, ("", ()))
+        url, models = self._listed.get(target.engine, (None, ()))
         if problem is None:
             self._failures[target.engine] = 0
             return Health("ready", models)
@@ -86,18 +89,20 @@ class HealthCheck:
 
     async def _problem(self, target: Target) -> str | None:
         try:
-            answer = await self._get(target, "/health")
-            has_listed = self._listed.get(target.engine, ("",))[0] == target.url
-            if answer.status_code == 200 and has_listed:
+            status, _ = await self._get(target, "/health")
+            has_listed = self._listed.get(target.engine, (None,))[0] == target.url
+            if status == 200 and has_listed:
                 return None
-            if answer.status_code != 200 and answer.status_code not in NO_SUCH_PATH:
-                return f"unhealthy: status {answer.status_code}"
-            answer = await self._get(target, "/v1/models")
-            if answer.status_code != 200:
-                return f"unhealthy: status {answer.status_code} at /v1/models"
-            listed = _model_ids(answer)
-        except (httpx.HTTPError, ValueError) as error:
+            if status != 200 and status not in NO_SUCH_PATH:
+                return f"unhealthy: status {status}"
+            status, content = await self._get(target, "/v1/models")
+            if status != 200:
+                return f"unhealthy: status {status} at /v1/models"
+            listed = _model_ids(content)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             return f"unreachable: {type(error).__name__}"
+        except ValueError:
+            return "answers /v1/models with what isn't a list of models"
         if target.models and not set(listed) & set(target.models):
             return f"doesn't list its model {target.models[0]}"
         if not listed:
@@ -105,12 +110,23 @@ class HealthCheck:
         self._listed[target.engine] = (target.url, target.models or tuple(listed))
         return None
 
-    async def _get(self, target: Target, path: str) -> httpx.Response:
-        return await self._client.get(target.url + path, headers=target.headers(), timeout=CHECK_TIMEOUT_S)
+    async def _get(self, target: Target, path: str) -> tuple[int, bytes]:
+        """Status and body. Raises `httpx.HTTPError`, `httpx.InvalidURL`, `TimeoutError`, `ValueError` (too large)."""
+        content, headers = bytearray(), target.headers()
+        async with (
+            asyncio.timeout(CHECK_TIMEOUT_S),
+            self._client.stream("GET", target.url + path, headers=headers, timeout=None) as answer,
+        ):
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > ANSWER_BYTES_MAX:
+                    raise ValueError(f"larger than {ANSWER_BYTES_MAX} bytes")
+            return answer.status_code, bytes(content)
 
 
-def _model_ids(answer: httpx.Response) -> list[str]:
-    data: Any = answer.json()
+def _model_ids(content: bytes) -> list[str]:
+    """The ids listed; raises `ValueError` for what isn't JSON."""
+    data: Any = orjson.loads(content)
     rows = data.get("data") if isinstance(data, dict) else None
     rows = rows if isinstance(rows, list) else []
     return [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]

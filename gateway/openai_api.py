@@ -15,10 +15,13 @@ from gateway.errors import (
     BodyTooLarge,
     GatewayError,
     InvalidRequest,
+    MethodNotAllowed,
     ModelNotFound,
     NotFound,
     RequestTimeout,
+    UnsupportedEncoding,
     error_body,
+    quoted,
 )
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
@@ -81,17 +84,21 @@ class OpenAiApi:
         headers: Headers = scope["headers"]
         sink = AsgiSink(send, _request_id(headers))
         path, method = scope["path"], scope["method"]
-        if path in (CHAT, COMPLETIONS) and method == "POST":
+        methods = _methods(path)
+        if not methods:
+            await _answer(sink, NotFound.status, NotFound(f"{quoted(path)} is not served here").body())
+        elif method not in methods:
+            wrong = MethodNotAllowed(f"{method} isn't served at {quoted(path)}; it takes {' and '.join(methods)}")
+            await _answer(sink, wrong.status, wrong.body(), (b"allow", ", ".join(methods).encode()))
+        elif path in (CHAT, COMPLETIONS):
             await self._infer(path, scope["query_string"], headers, receive, sink)
-        elif path == "/v1/models" and method in ("GET", "HEAD"):
+        elif path == "/v1/models":
             await _answer(sink, 200, self._models())
-        elif path.startswith("/v1/models/") and method == "GET":
+        elif path.startswith("/v1/models/"):
             await self._show_model(path.removeprefix("/v1/models/"), sink)
-        elif path in ("/healthz", "/readyz"):
+        else:
             is_well = path == "/healthz" or is_ready(self._fleet, self._is_draining())
             await _answer(sink, 200 if is_well else 503, orjson.dumps({"status": "ok" if is_well else "not ready"}))
-        else:
-            await _answer(sink, NotFound.status, NotFound(f"{method} {path} is not served here").body())
 
     async def _infer(self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink) -> None:
         """Serve and count: 499 where the client went away first."""
@@ -115,18 +122,21 @@ class OpenAiApi:
             if not await _unless_gone(self._completion.serve(incoming, sink), receive):
                 return model, True
         except GatewayError as error:
-            await self._fail(sink, error.status, error.body(), error.retry_after_s)
+            await self._fail(sink, error.status, error.body(), *_headers_of(error))
         except Exception:  # the edge of a request: the client gets an answer, the log gets the trace
             logger.exception("a request failed for a reason that is a bug")
             await self._fail(sink, 500, error_body("internal error", "internal_error", None, None))
         return model, False
 
-    async def _fail(self, sink: AsgiSink, status: int, body: bytes, retry_after_s: int | None = None) -> None:
+    async def _fail(self, sink: AsgiSink, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
         if sink.status is None:
-            await _answer(sink, status, body, retry_after_s)
+            await _answer(sink, status, body, *headers)
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body, or `None` if the client went. The bound holds while reading, whatever the header says."""
+        for name, value in headers:
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise UnsupportedEncoding("a body with a content-encoding isn't taken; send it uncompressed")
         limit = self._limits.body_bytes_max
         too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
         for name, value in headers:
@@ -156,7 +166,7 @@ class OpenAiApi:
         for row in self._model_rows():
             if row["id"] == model:
                 return await _answer(sink, 200, orjson.dumps(row))
-        missing = ModelNotFound(f"the model {model!r} is not served here", "model")
+        missing = ModelNotFound(f"the model {quoted(model)} is not served here", "model")
         return await _answer(sink, missing.status, missing.body())
 
     def _models(self) -> bytes:
@@ -204,10 +214,26 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _answer(sink: AsgiSink, status: int, body: bytes, retry_after_s: int | None = None) -> None:
-    headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
-    if retry_after_s is not None:
-        headers.append((b"retry-after", str(retry_after_s).encode()))
+def _methods(path: str) -> tuple[str, ...]:
+    """With which methods a path is served; none for a path that isn't."""
+    if path in (CHAT, COMPLETIONS):
+        return ("POST",)
+    is_served = path in ("/v1/models", "/healthz", "/readyz") or path.startswith("/v1/models/")
+    return ("GET", "HEAD") if is_served else ()
+
+
+def _headers_of(error: GatewayError) -> list[tuple[bytes, bytes]]:
+    """What an error says in headers. The rest of a body that is late isn't waited for: its connection ends."""
+    headers = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, RequestTimeout):
+        headers.append((b"connection", b"close"))
+    return headers
+
+
+async def _answer(sink: AsgiSink, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *more]
     await sink.start(status, headers)
     await sink.write(body)
     await sink.finish()

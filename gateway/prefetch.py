@@ -66,7 +66,7 @@ class Prefetcher:
                     f"{hint.agent_url}/prefetch", json={"keys": _hex(hint.keys)}, timeout=TIMEOUT_S
                 )
                 answer.raise_for_status()
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # an agent's URL may be none
                 logger.debug("a prefetch hint was lost: %r", error)
 
 

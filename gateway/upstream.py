@@ -77,6 +77,12 @@ class Answer:
         """The media type, without parameters."""
         return self._response.content_type
 
+    @property
+    def is_end_told(self) -> bool:
+        """Whether HTTP says where the body ends; else it ends with the connection, whyever that ends."""
+        headers = self._response.headers
+        return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
+
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body: the first piece, then the others as they come. Raises `EngineFailed` where it breaks."""
         piece = self.first
@@ -165,6 +171,7 @@ class Upstream:
                         allow_redirects=False,
                         trace_request_ctx=reused,
                     )
+                    reused.connection = False  # it has answered: what breaks now doesn't come of lying idle
                     first = await response.content.readany()
             except BaseException:
                 if response is not None:

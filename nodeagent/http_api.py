@@ -1,5 +1,6 @@
 """The agent's HTTP: health, metrics, its state for a reader, tokenizer files by digest, and hints to prefetch."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import ClientDisconnect
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from nodeagent.files import FileShelf
@@ -17,6 +19,8 @@ BACKLOG = 128
 SHUTDOWN_S = 2
 PREFETCH_KEYS_MAX = 4_096
 PREFETCH_BODY_BYTES_MAX = 256 * 1_024
+PREFETCH_BODY_S = 5.0
+CLIENT_GONE = 499
 
 DirectoryKeyHex = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
 
@@ -36,6 +40,10 @@ def create_api(
 ) -> FastAPI:
     """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try."""
     app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(ClientDisconnect)
+    async def forget(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_GONE)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -73,10 +81,14 @@ def create_api(
 
 async def _bounded_body(request: Request) -> bytes:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > PREFETCH_BODY_BYTES_MAX:
-            raise HTTPException(413, f"the body exceeds {PREFETCH_BODY_BYTES_MAX} bytes")
+    try:
+        async with asyncio.timeout(PREFETCH_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > PREFETCH_BODY_BYTES_MAX:
+                    raise HTTPException(413, f"the body exceeds {PREFETCH_BODY_BYTES_MAX} bytes")
+    except TimeoutError:
+        raise HTTPException(408, f"the body didn't arrive within {PREFETCH_BODY_S:g} s") from None
     return bytes(body)
 
 
@@ -118,4 +130,5 @@ class HttpServer(uvicorn.Server):
 def listen(bind: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 takes a free one. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    return socket.create_server((bind, port), family=family, backlog=BACKLOG)
+    listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
+    return socket.socket(fileno=listener.detach())  # now it knows its protocol, so asyncio sets TCP_NODELAY

@@ -284,7 +284,7 @@ def decode_hello(body: bytes | bytearray | memoryview) -> Hello:
     """The hello in `body`. Raises `DoorProtocolError`; its message names the field."""
     try:
         return _hello_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DoorProtocolError(f"the hello can't be read: {error}") from error
 
 

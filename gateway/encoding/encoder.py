@@ -144,6 +144,9 @@ class Encoders:
         except (FileUnavailable, ValueError, KeyError) as error:
             self._failures[key] = str(error)
             logger.warning("no exact encoding for an engine's tokenizer yet: %s", error)
+        except Exception as error:  # the edge of the loop: files are foreign, and theirs alone go without encoding
+            self._failures[key] = f"files that can't be used: {type(error).__name__}: {error}"
+            logger.exception("no exact encoding for an engine's tokenizer")
 
 
 def files_key(registration: EngineRegistration) -> FilesKey:

@@ -38,7 +38,7 @@ class TokenizerFiles:
         for agent_url in agent_urls:
             try:
                 content = await self._fetch(f"{agent_url}/files/{digest}")
-            except (httpx.HTTPError, FileUnavailable) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, FileUnavailable) as error:
                 reasons.append(f"{agent_url}: {error}")
                 continue
             if _digest(content) == digest:

@@ -13,7 +13,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ROLES = frozenset({"system", "developer", "user", "assistant"})
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+TEXT_PARTS = ("text", "input_text", "output_text")
 UNCERTAIN_FIELDS = ("tools", "functions", "documents", "chat_template", "reasoning_effort")
 VLLM_UNCERTAIN_FIELDS = (
     "add_special_tokens",
@@ -27,6 +27,11 @@ UNCERTAIN_MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "reas
 UNCERTAIN_ARGUMENTS = frozenset({"chat_template", "tokenize"})
 FINAL_MARK = "\ue0f0final\ue0f1"
 """Private-use characters that no template treats specially; marks where the last message's content ends."""
+
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError
+)  # fmt: skip
+"""What a template can raise over a client's values."""
 
 
 class Uncertain(Exception):
@@ -73,7 +78,7 @@ class ReferenceRenderer:
         variables = {**arguments, **self._special_tokens, "messages": messages, "add_generation_prompt": is_open}
         try:
             text = self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise Uncertain("template_error") from error
         if not is_continued:
             return text

@@ -17,6 +17,7 @@ from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
 from gateway.admin_api import create_admin_api
+from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
 from gateway.encoding.encoder import Encoder, Encoders
@@ -110,7 +111,7 @@ async def gateway_for(
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(completion, fleet, encoders, ledger, metrics, lambda: False)
+        admin = create_admin_api(completion, fleet, encoders, ledger, metrics, lambda: False, body_bytes_max)
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 
@@ -118,10 +119,17 @@ async def gateway_for(
 @contextlib.asynccontextmanager
 async def serving(app: object) -> AsyncIterator[str]:
     """The application behind uvicorn on a free port."""
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=2)  # type: ignore[arg-type]
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            lifespan="off",
+            http=ClientConnection,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=2,
+        )
     )
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     task = asyncio.create_task(server.serve(sockets=[listener]))

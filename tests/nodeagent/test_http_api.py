@@ -1,9 +1,13 @@
+import asyncio
+import logging
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nodeagent import http_api
 from nodeagent.files import FileShelf
-from nodeagent.http_api import create_api
+from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.metrics import AgentMetrics
 
 NAMES = {
@@ -93,3 +97,58 @@ async def test_a_bad_hint_is_a_400_that_names_the_field(http, state, body, statu
     assert answer.status_code == status
     assert named in answer.json()["detail"]
     assert "hinted" not in state
+
+
+@pytest.fixture
+async def port(state):
+    files, registry = FileShelf(), AgentMetrics().registry
+    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, lambda keys: len(keys))
+    with listen("127.0.0.1", 0) as listener:
+        server = HttpServer(api, listener)
+        task = asyncio.create_task(server.run_until_stopped())
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await task
+
+
+HEAD = b"POST /prefetch HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (HEAD + b"content-length: 100\r\n\r\n{", 408),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\n{", 408),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (HEAD + b"content-length: -1\r\n\r\n{}", 400),
+        (HEAD + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b", 400),
+        (b"DELETE /prefetch HTTP/1.1\r\nhost: x\r\n\r\n", 405),
+        (b"GET /files/%ff%00 HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"nonsense\r\n\r\n", 400),
+    ],
+    ids=["slow", "a chunk that stops", "bad chunk", "bad length", "gzip", "method", "odd name", "no HTTP"],
+)
+async def test_broken_requests_are_answered_and_the_agent_serves_on(port, monkeypatch, sent, status):
+    monkeypatch.setattr(http_api, "PREFETCH_BODY_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    assert b" %d " % status in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    writer.close()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"http://127.0.0.1:{port}/status")).json() == {"host": "h"}
+
+
+async def test_a_gateway_that_goes_while_it_sends_a_hint_is_no_fault(port, caplog):
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEAD + b"content-length: 100\r\n\r\n{")
+    await writer.drain()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"http://127.0.0.1:{port}/healthz")).status_code == 200
+        writer.close()
+        await writer.wait_closed()
+        assert (await client.get(f"http://127.0.0.1:{port}/healthz")).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

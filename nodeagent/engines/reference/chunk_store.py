@@ -19,7 +19,10 @@ STOP_TIMEOUT_S = 5.0
 
 
 class ChunkStore(Protocol):
-    """What the engine asks of `nodeagent.client.ChunkClient`, whose promises hold: nothing raises, or ends late."""
+    """What the engine asks of `nodeagent.client.ChunkClient`.
+
+    No call raises, or outlasts its time.
+    """
 
     def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
         """References to the leading run of `keys` that the host holds at once; empty on any trouble."""

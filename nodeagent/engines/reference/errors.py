@@ -2,7 +2,7 @@
 
 EngineError
 ├─ ModelFileError    the model file can't be used; one sentence says why
-├─ InvalidRequest    400, or 404/413 by `status`: the request can't be served as it stands
+├─ InvalidRequest    400, or 404/408/413/415 by `status`: the request can't be served as it stands
 └─ Overloaded        429: the queue is full; 503: the engine is stopping
 """
 

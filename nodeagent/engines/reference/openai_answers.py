@@ -10,6 +10,8 @@ import orjson
 from nodeagent.engines.reference.errors import EngineError, InvalidRequest, Overloaded
 
 STREAM_END = b"data: [DONE]\n\n"
+MESSAGE_CHARS_MAX = 400
+"""A template's complaint may repeat what it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def error_event(error: EngineError) -> bytes:
 
 
 def _error(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message[:MESSAGE_CHARS_MAX], "type": kind, "param": param, "code": code}}
 
 
 def _sse(value: dict[str, Any]) -> bytes:

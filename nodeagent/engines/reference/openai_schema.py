@@ -4,7 +4,7 @@ Defaults are OpenAI's: temperature 1, top_p 1, one choice, 16 tokens for a compl
 a chat. `cache_salt`, `ignore_eos` and a prompt of token ids are vLLM's. Fields that aren't known are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,60 +17,53 @@ from nodeagent.engines.reference.sampling import SamplingSettings
 
 COMPLETION_TOKENS_DEFAULT = 16
 STOPS_MAX = 16
+NAME_CHARS_MAX = 100
+"""How much of a client's word an error repeats."""
 GREEDY_BELOW = 1e-5
 
 _SEED_MASK = 2**64 - 1
 
-_Neutral = Callable[[Any], bool]
-
-
-def _is_empty(value: Any) -> bool:
-    return not value
-
-
-def _is_one(value: Any) -> bool:
-    return value == 1 and not isinstance(value, bool)
-
-
-REFUSED_UNLESS: Mapping[str, _Neutral] = {
-    "n": _is_one,
-    "best_of": _is_one,
-    "tools": _is_empty,
-    "functions": _is_empty,
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "function_call": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
-    "modalities": lambda value: value == ["text"],
-    "audio": _is_empty,
-    "top_logprobs": _is_empty,
-    "prompt_logprobs": _is_empty,
-    "logit_bias": _is_empty,
-    "frequency_penalty": _is_empty,
-    "presence_penalty": _is_empty,
-    "repetition_penalty": _is_one,
-    "min_p": _is_empty,
-    "top_k": lambda value: value in (0, -1),
-    "min_tokens": _is_empty,
-    "stop_token_ids": _is_empty,
-    "echo": _is_empty,
-    "suffix": _is_empty,
-    "chat_template": _is_empty,
-    "truncate_prompt_tokens": _is_empty,
-    "structured_outputs": _is_empty,
-    "guided_json": _is_empty,
-    "guided_regex": _is_empty,
-    "guided_choice": _is_empty,
-    "guided_grammar": _is_empty,
-    "use_beam_search": _is_empty,
+_ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": ({},),
+    "top_logprobs": (0,),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "top_k": (0, -1),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "echo": (False,),
+    "suffix": ("",),
+    "chat_template": ("",),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": ({},),
+    "guided_json": ({}, ""),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "use_beam_search": (False,),
 }
 """Fields this engine can't honour, with the values that ask for nothing. `null` asks for nothing everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What a chat and a completion have in common. `max_tokens` is None for as many as fit."""
+    """What a chat and a completion have in common. `max_tokens` is None for as many as fit; else a field named it."""
 
     max_tokens: int | None
+    max_tokens_field: str
     sampling: SamplingSettings
     stops: tuple[str, ...]
     scope: Scope
@@ -98,25 +91,27 @@ def check_model(body: Mapping[str, Any], served: str) -> None:
     if not isinstance(model, str):
         raise InvalidRequest("model must be a string", "model")
     if model != served:
-        raise InvalidRequest(f"the model {model!r} does not exist", "model", status=404, code="model_not_found")
+        raise InvalidRequest(
+            f"the model {model[:NAME_CHARS_MAX]!r} does not exist", "model", status=404, code="model_not_found"
+        )
 
 
 def read_options(body: Mapping[str, Any], *, is_chat: bool) -> GenerationOptions:
     """The options of a request. Raises `InvalidRequest` naming the first field at fault."""
-    for name, asks_nothing in REFUSED_UNLESS.items():
+    for name, harmless in _ASKS_NOTHING.items():
         value = body.get(name)
-        if value is not None and not asks_nothing(value):
-            raise InvalidRequest(f"{name} with this value isn't supported by this engine", name)
-    logprobs = body.get("logprobs")
-    if logprobs is not None and logprobs is not False:
-        raise InvalidRequest("logprobs aren't supported by this engine", "logprobs")
-    stream = _flag(body, "stream")
+        if value is not None and not any(_is_same(value, each) for each in harmless):
+            spelled = " or ".join(orjson.dumps(each).decode() for each in (*harmless, None))
+            raise InvalidRequest(f"this engine can't honour {name}: it must be left out, or {spelled}", name)
+    stream = read_flag(body, "stream")
+    max_tokens_field, max_tokens = _read_max_tokens(body, is_chat=is_chat)
     return GenerationOptions(
-        max_tokens=_read_max_tokens(body, is_chat=is_chat),
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
         sampling=_read_sampling(body),
         stops=_read_stops(body.get("stop")),
         scope=_read_scope(body.get("cache_salt")),
-        ignore_eos=_flag(body, "ignore_eos"),
+        ignore_eos=read_flag(body, "ignore_eos"),
         stream=stream,
         include_usage=_read_include_usage(body.get("stream_options"), stream=stream),
     )
@@ -138,10 +133,10 @@ def read_prompt(body: Mapping[str, Any], vocabulary: int) -> str | list[int]:
     return prompt
 
 
-def resolve_max_tokens(asked: int | None, prompt_tokens: int, context_tokens: int, param: str) -> int:
+def resolve_max_tokens(options: GenerationOptions, prompt_tokens: int, context_tokens: int, param: str) -> int:
     """How many tokens may be generated. Raises `InvalidRequest` where prompt and reply don't fit the context."""
     if prompt_tokens == 0:
-        raise InvalidRequest("the prompt is empty", param)
+        raise InvalidRequest(f"the prompt is empty; {param} must hold at least one token", param)
     room = context_tokens - prompt_tokens
     if room < 1:
         raise InvalidRequest(
@@ -149,23 +144,26 @@ def resolve_max_tokens(asked: int | None, prompt_tokens: int, context_tokens: in
             param,
             code="context_length_exceeded",
         )
+    asked = options.max_tokens
     if asked is not None and asked > room:
         raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens and {asked} more were asked for; the context has {context_tokens}",
-            "max_tokens",
+            f"{options.max_tokens_field} must be at most {room}: the prompt has {prompt_tokens} tokens, and prompt and "
+            f"reply together may have {context_tokens}",
+            options.max_tokens_field,
             code="context_length_exceeded",
         )
     return room if asked is None else asked
 
 
-def _read_max_tokens(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+def _read_max_tokens(body: Mapping[str, Any], *, is_chat: bool) -> tuple[str, int | None]:
+    """The field that says it, and what it says."""
     for name in ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",):
         value = body.get(name)
         if value is not None:
             if not _is_whole(value) or value < 1:
                 raise InvalidRequest(f"{name} must be a whole number of at least 1", name)
-            return int(value)
-    return None if is_chat else COMPLETION_TOKENS_DEFAULT
+            return name, int(value)
+    return "max_tokens", None if is_chat else COMPLETION_TOKENS_DEFAULT
 
 
 def _read_sampling(body: Mapping[str, Any]) -> SamplingSettings:
@@ -225,11 +223,17 @@ def _number(body: Mapping[str, Any], name: str, default: float, low: float, high
     return float(value)
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
+    """A boolean field; absent or null is false. Raises `InvalidRequest`."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be true or false", name)
     return bool(value)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal as JSON: true isn't 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _is_whole(value: Any) -> bool:

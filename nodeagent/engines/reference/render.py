@@ -32,6 +32,7 @@ from nodeagent.engines.reference.errors import InvalidRequest, ModelFileError
 ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED_ARGUMENTS = ("chat_template", "tokenize")
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _END_MARK = "\ue000warmroute-end-of-final-message\ue001"
 
 
@@ -77,7 +78,7 @@ class ChatRenderer:
         }
         try:
             text = self._template.render(arguments)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refused the conversation: {error}", "messages") from error
         return text[: text.rindex(_END_MARK)] if chat.continue_final_message else text
 
@@ -112,8 +113,8 @@ def _message(message: Any, where: str) -> dict[str, str]:
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     for name in ("tool_calls", "function_call"):
-        if message.get(name):
-            raise InvalidRequest(f"{where}.{name}: this model has no tools", f"{where}.{name}")
+        if message.get(name) not in (None, []):
+            raise InvalidRequest(f"{where}.{name} must be left out: this model has no tools", f"{where}.{name}")
     normalised: dict[str, str] = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
     speaker = message.get("name")
     if speaker is not None:
@@ -139,7 +140,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be a string or an object", where)
     if part.get("type") not in _TEXT_PARTS:
-        raise InvalidRequest(f"{where}.type: this model takes text only", f"{where}.type")
+        raise InvalidRequest(f"{where}.type must be text: this model takes nothing else", f"{where}.type")
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")

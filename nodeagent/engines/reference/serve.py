@@ -117,6 +117,7 @@ async def _run(server: _Server, listener: socket.socket) -> None:
 
 def _listen(bind: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((bind, port), backlog=_BACKLOG)
+        listener = socket.create_server((bind, port), backlog=_BACKLOG)
+        return socket.socket(fileno=listener.detach())  # now it knows its protocol, so asyncio sets TCP_NODELAY
     except OSError as error:
         raise EngineError(f"can't listen on {bind}:{port}: {error.strerror}") from error

@@ -21,8 +21,10 @@ from nodeagent.engines.reference.generation import GenerationRequest
 from nodeagent.engines.reference.metrics import CONTENT_TYPE
 from nodeagent.engines.reference.openai_answers import Answer, error_body, error_status
 from nodeagent.engines.reference.openai_schema import (
+    NAME_CHARS_MAX,
     check_model,
     parse_body,
+    read_flag,
     read_options,
     read_prompt,
     resolve_max_tokens,
@@ -31,6 +33,7 @@ from nodeagent.engines.reference.render import read_chat
 from nodeagent.engines.reference.service import EngineService, Steps
 
 BODY_BYTES_MAX = 16 << 20
+BODY_TIMEOUT_S = 60.0
 CLIENT_GONE = 499
 
 
@@ -49,8 +52,11 @@ def create_app(service: EngineService) -> FastAPI:
         return _json(error_body(error), error_status(error))
 
     @app.exception_handler(HTTPException)
-    async def refuse_path(_: Request, error: HTTPException) -> Response:
-        return _json(error_body(InvalidRequest(str(error.detail))), error.status_code)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        said = f"{request.method} {request.url.path[:NAME_CHARS_MAX]}: {error.detail}"
+        answer = _json(error_body(InvalidRequest(said)), error.status_code)
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(ClientDisconnect)
     async def forget(_: Request, __: ClientDisconnect) -> Response:
@@ -96,7 +102,7 @@ async def _answer(service: EngineService, request: Request, *, is_chat: bool) ->
     options = read_options(body, is_chat=is_chat)
     tokens = await _encode(service, body, is_chat=is_chat)
     max_tokens = resolve_max_tokens(
-        options.max_tokens, len(tokens), service.loaded.context_tokens, "messages" if is_chat else "prompt"
+        options, len(tokens), service.loaded.context_tokens, "messages" if is_chat else "prompt"
     )
     answer = Answer(service.loaded.name, is_chat, len(tokens))
     steps = service.generate(
@@ -147,10 +153,9 @@ async def _tokenize(service: EngineService, body: dict[str, Any]) -> dict[str, A
         raise InvalidRequest("prompt must be a string", "prompt")
     if prompt is None and body.get("messages") is None:
         raise InvalidRequest("either prompt or messages must be given", "prompt")
+    wants_spellings = read_flag(body, "return_token_strs")
     tokens = await _encode(service, body, is_chat=prompt is None)
-    spellings = (
-        [service.loaded.tokenizer.spelling(token) for token in tokens] if body.get("return_token_strs") else None
-    )
+    spellings = [service.loaded.tokenizer.spelling(token) for token in tokens] if wants_spellings else None
     return {
         "count": len(tokens),
         "max_model_len": service.loaded.context_tokens,
@@ -160,12 +165,18 @@ async def _tokenize(service: EngineService, body: dict[str, Any]) -> dict[str, A
 
 
 async def _read_body(request: Request) -> bytes:
-    """The whole body, bounded while it is read. Raises `InvalidRequest` (413)."""
+    """The whole body, bounded in size and time while it is read. Raises `InvalidRequest` (408, 413, 415)."""
+    if request.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+        raise InvalidRequest("a body with a content-encoding isn't taken; send it uncompressed", status=415)
     body = bytearray()
-    async for block in request.stream():
-        body += block
-        if len(body) > BODY_BYTES_MAX:
-            raise InvalidRequest(f"the body is larger than {BODY_BYTES_MAX} bytes", status=413)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for block in request.stream():
+                body += block
+                if len(body) > BODY_BYTES_MAX:
+                    raise InvalidRequest(f"the body is larger than {BODY_BYTES_MAX} bytes", status=413)
+    except TimeoutError:
+        raise InvalidRequest(f"the body didn't arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
     return bytes(body)
 
 

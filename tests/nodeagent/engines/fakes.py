@@ -37,6 +37,7 @@ class MemoryStore:
         self.in_gpu: set[bytes] = set()
         self.loads: list[tuple[int, int, float]] = []
         self.references = 0
+        self.gave_back = 0
         self.is_stopped = False
 
     def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
@@ -59,6 +60,7 @@ class MemoryStore:
 
     def close(self, chunks: Sequence[Any]) -> None:
         self.references -= len(chunks)
+        self.gave_back += len(chunks)
 
     def put(self, label: ChunkLabel, payload: memoryview, timeout_s: float) -> PutResult:
         if label.storage_key in self.chunks:

@@ -1,0 +1,97 @@
+"""A client's connection: uvicorn's HTTP with bounds on the head of a request, and errors in OpenAI's shape.
+
+uvicorn waits for ever for headers that don't end, and keeps all of them. Here a head has `head_timeout_s` from its
+first byte (a fresh connection from its beginning) and about `HEAD_BYTES_MAX` bytes.
+"""
+
+import asyncio
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, RequestTimeout
+
+HEAD_BYTES_MAX = 128 * 1024
+"""Checked after each read, so the last read may exceed it."""
+
+
+class ClientConnection(HttpToolsProtocol):
+    """One connection of a client; uvicorn makes it, as its `http` option."""
+
+    head_timeout_s: ClassVar[float] = 30.0
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._head_bytes = 0
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._is_in_head = True
+        self._has_begun = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; give up on a head that is too large."""
+        self._has_begun = True
+        try:
+            super().data_received(data)
+        except UnicodeDecodeError:  # uvicorn takes paths for ASCII
+            self.send_400_response("the path isn't ASCII; percent-encode it")
+            return
+        if self._is_in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse(HeadersTooLarge(f"the request's head is larger than {HEAD_BYTES_MAX} bytes"))
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """A request's head is there."""
+        self._is_in_head = False
+        self._forget_deadline()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came isn't HTTP."""
+        self._refuse(
+            InvalidRequest(msg if msg != "Invalid HTTP request received." else "this is no valid HTTP request")
+        )
+
+    def _await_head(self) -> None:
+        self._forget_deadline()
+        self._head_deadline = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+
+    def _forget_deadline(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
+    def _head_is_late(self) -> None:
+        if not self._has_begun:
+            self.transport.close()
+            return
+        self._refuse(RequestTimeout(f"the request's head didn't arrive within {self.head_timeout_s:g} s"))
+
+    def _refuse(self, error: GatewayError) -> None:
+        """Answer what has no request yet, and close; behind a running answer there is no place for words."""
+        self._forget_deadline()
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        is_free = cycle is None or cycle.response_complete
+        if is_free or not (self._is_in_head or cycle.response_started):
+            body = error.body()
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()

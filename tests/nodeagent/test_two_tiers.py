@@ -1,0 +1,240 @@
+"""Both tiers together against a plain model: whatever happens in whatever order, bytes are right or a miss."""
+
+import asyncio
+import errno
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from directory.tiers import Tier
+from nodeagent.messages import PutOutcome
+from nodeagent.tiers.chunk_file import HEADER_BYTES, name_of
+from nodeagent.tiers.promotion import PREFETCH_WORKERS
+from tests.nodeagent.running import storage_key
+from tests.nodeagent.tiers_by_hand import FILE_BYTES, FILES, LONG_S, NO_TIME_S, SLOTS, Host, checksum_of, chunk
+
+CHUNKS = 9
+ALL = [f"c{number}" for number in range(CHUNKS)]
+NAMES = st.sampled_from(ALL)
+RUNS = st.tuples(st.integers(0, 2), st.integers(1, CHUNKS)).map(lambda run: ALL[run[0] : run[0] + run[1]])
+HOLDERS = st.sampled_from(["p", "q"])
+
+
+class TwoTiers(RuleBasedStateMachine):
+    """Puts, runs, hints, deaths, restarts, damaged files, a failing drive. The model is what each name stands for."""
+
+    @initialize(writes_through=st.booleans())
+    def begin(self, writes_through):
+        self.host = Host(writes_through=writes_through)
+        self.removed = set()
+
+    def teardown(self):
+        if not hasattr(self, "host"):
+            return
+        try:
+            for number in list(self.host.references):
+                self.host.close_reference(number)
+            self.host.run(self.host.die("p"))
+            self.host.run(self.host.die("q"))
+            self.comes_to_rest()
+            assert not self.host.hierarchy._held_entries
+            assert not self.host.hierarchy._holds
+        finally:
+            self.host.end()
+
+    @rule(name=NAMES, holder=HOLDERS)
+    def reserves(self, name, holder):
+        host = self.host
+        outcome = host.run(host.reserve(name, holder, checksum_of(name)))
+        assert outcome in (PutOutcome.GRANTED, PutOutcome.HAVE, PutOutcome.BUSY, PutOutcome.FULL)
+        if outcome is PutOutcome.FULL:
+            assert not host.hierarchy.arena.free_slots
+            assert all(entry.references for entry in host.hierarchy._entries.values())
+
+    @precondition(lambda self: self.host.reservations)
+    @rule(data=st.data(), is_spoilt=st.sampled_from([False, False, False, True]))
+    def commits(self, data, is_spoilt):
+        number = data.draw(st.sampled_from(sorted(self.host.reservations)))
+        outcome = self.host.run(self.host.commit(number, is_spoilt=is_spoilt))
+        expected = (PutOutcome.CORRUPT,) if is_spoilt else (PutOutcome.STORED, PutOutcome.HAVE)
+        assert outcome in expected
+
+    @rule(names=st.lists(NAMES, min_size=1, max_size=CHUNKS, unique=True).map(sorted))
+    def puts_many(self, names):
+        host = self.host
+        for name in names:
+            before = set(host.reservations)
+            if host.run(host.reserve(name, "p", checksum_of(name))) is PutOutcome.GRANTED:
+                host.run(host.commit((set(host.reservations) - before).pop(), is_spoilt=False))
+                assert host.hierarchy.find(storage_key(name)) is not None
+            host.run(host.rest())
+
+    @rule(name=NAMES)
+    def puts_other_bytes(self, name):
+        host = self.host
+        key = storage_key(name)
+        if host.hierarchy.find(key) is not None or host.nvme.index.get(key) is not None:
+            assert host.run(host.reserve(name, "p", b"other bytes, yes")) is PutOutcome.CONFLICT
+
+    @rule(names=RUNS, holder=HOLDERS, wait_s=st.sampled_from([0.0, NO_TIME_S, LONG_S, LONG_S]))
+    def begins_to_open(self, names, holder, wait_s):
+        self.host.begin_open(names, holder, wait_s)
+        self.host.run(self.host.turn())
+
+    @rule(names=RUNS, holder=HOLDERS)
+    def opens_in_peace(self, names, holder):
+        """With nothing else under way, as much of a run is served as its chunks and the free slots allow."""
+        host = self.host
+        host.run(host.rest())
+        in_dram = [name for name in names if host.hierarchy.find(storage_key(name)) is not None]
+        on_disk = [name for name in names if host.is_good_on_disk(name) and not host.store.read_error]
+        held = Counter(served.name for served in host.references.values())
+        rotten = [
+            name
+            for name in in_dram
+            if (found := host.hierarchy.find(storage_key(name))) and (found.slot, found.generation) in host.rotten
+        ]
+        being_put = {name for _, name in host.reservations.values()}
+        free = SLOTS - len({served.slot for served in host.references.values()}) - len(host.reservations)
+        sure = possible = 0
+        while possible < len(names) and (names[possible] in in_dram or names[possible] in on_disk):
+            possible += 1
+        for name in names:
+            free -= not held[name]
+            if name in rotten or name in being_put or free < 0 or not (held[name] or name in on_disk):
+                break
+            sure += 1
+        before = len(host.references)
+        host.begin_open(names, holder, LONG_S)
+        host.run(host.rest())
+        assert sure <= len(host.references) - before <= possible
+
+    @precondition(lambda self: self.host.readers.jobs)
+    @rule(data=st.data())
+    def a_read_ends(self, data):
+        self.host.readers.do(data.draw(st.integers(0, len(self.host.readers.jobs) - 1)))
+        self.host.run(self.host.turn())
+
+    @precondition(lambda self: self.host.writer.jobs)
+    @rule()
+    def a_file_is_written_or_removed(self):
+        self.host.writer.do(0)
+        self.host.run(self.host.turn())
+
+    @precondition(lambda self: self.host.references)
+    @rule(data=st.data())
+    def closes(self, data):
+        self.host.close_reference(data.draw(st.sampled_from(sorted(self.host.references))))
+
+    @rule()
+    def closes_all(self):
+        for number in list(self.host.references):
+            self.host.close_reference(number)
+
+    @rule(holder=HOLDERS)
+    def dies(self, holder):
+        self.host.run(self.host.die(holder))
+
+    @rule(names=st.lists(NAMES, max_size=4))
+    def is_hinted_at(self, names):
+        accepted = self.host.promotion.prefetch([b"unknown to all.."] + [chunk(name).directory_key for name in names])
+        assert accepted <= SLOTS // 2
+        self.host.run(self.host.turn())
+
+    @rule(name=NAMES, how=st.sampled_from(["payload", "header", "truncated", "removed"]))
+    def a_file_is_damaged(self, name, how):
+        place = self.host.place(name)
+        if not place.exists():
+            return
+        data = bytearray(place.read_bytes())
+        if how == "removed":
+            place.unlink()
+            self.removed.add(name)
+        elif how == "truncated":
+            place.write_bytes(data[: len(data) // 2])
+        elif len(data) > HEADER_BYTES:
+            data[HEADER_BYTES + 5 if how == "payload" else 60] ^= 1
+            place.write_bytes(data)
+
+    @rule(name=NAMES)
+    def a_bit_in_dram_changes(self, name):
+        self.host.rot(name)
+
+    @rule(
+        read_error=st.sampled_from([0, 0, errno.EIO]),
+        write_error=st.sampled_from([0, 0, errno.ENOSPC]),
+        stuck=st.sets(NAMES, max_size=2),
+    )
+    def the_drive_is_well_or_not(self, read_error, write_error, stuck):
+        self.host.store.read_error, self.host.store.write_error = read_error, write_error
+        self.host.store.stuck = frozenset(name_of(storage_key(name)) for name in stuck)
+
+    @rule()
+    def restarts(self):
+        self.host.run(self.host.stop())
+        self.host.run(self.host.start())
+
+    @rule()
+    def comes_to_rest(self):
+        host = self.host
+        host.run(host.rest())
+        hierarchy, index = host.hierarchy, host.nvme.index
+        assert not host.promotion.loads
+        assert hierarchy.open_references == len(host.references)
+        assert hierarchy.open_reservations == len(host.reservations)
+        held = Counter(served.slot for served in host.references.values())
+        assert all(entry.references == held[entry.slot] for entry in hierarchy._entries.values())
+        owned = {entry.slot for entry in hierarchy._entries.values()} | set(held)
+        assert hierarchy.arena.free_slots + len(owned) + len(host.reservations) == SLOTS, "every slot has an owner"
+        stuck = host.nvme._stuck
+        names = {name_of(storage_key(name)): name for name in ALL}
+        on_disk = {bytes.fromhex(path.name) for path in host.files()}
+        indexed = {name_of(key) for key in index._entries}
+        assert host.nvme.used_bytes == len(indexed) * FILE_BYTES + sum(stuck.values())
+        assert not indexed & set(stuck)
+        assert on_disk <= indexed | set(stuck), "every file is accounted for"
+        assert {names[name] for name in indexed - on_disk} <= self.removed, "what is announced has a file"
+        assert len(host.run(all_tasks())) == 2 + PREFETCH_WORKERS, "no task is left"
+
+    @invariant()
+    def neither_quota_is_exceeded(self):
+        if hasattr(self, "host"):
+            assert self.host.dram.used_bytes <= self.host.dram.quota_bytes
+            assert self.host.nvme.used_bytes <= self.host.nvme.quota_bytes
+            assert sum(path.stat().st_size for path in self.host.files()) <= FILES * FILE_BYTES
+
+    @invariant()
+    def a_reference_names_the_bytes_it_was_given_until_it_is_closed(self):
+        for served in self.host.references.values() if hasattr(self, "host") else ():
+            arena = self.host.hierarchy.arena
+            assert arena._shared_generations[served.slot] == served.generation
+            with arena.view(served.slot, FILE_BYTES - HEADER_BYTES) as view:
+                assert storage_key(served.name) in bytes(view), "the payload repeats its name's digest"
+
+    @invariant()
+    def no_slot_has_two_owners(self):
+        if hasattr(self, "host"):
+            hierarchy = self.host.hierarchy
+            slots = [entry.slot for entry in hierarchy._entries.values()]
+            slots += [each.slot for holds in hierarchy._holds.values() for each in holds.reservations.values()]
+            assert len(slots) == len(set(slots))
+            assert not set(slots) & set(hierarchy.arena._free)
+
+    @invariant()
+    def what_the_publisher_heard_is_what_each_tier_holds(self):
+        if hasattr(self, "host"):
+            hierarchy, index = self.host.hierarchy, self.host.nvme.index
+            assert self.host.announced_in(Tier.DRAM) == {key[:16] for key in hierarchy._entries}
+            assert self.host.announced_in(Tier.NVME) == {key[:16] for key in index._entries}
+
+
+async def all_tasks():
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+TestTwoTiers = TwoTiers.TestCase
+TestTwoTiers.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
