@@ -18,6 +18,7 @@ from directory.tiers import Tier
 from nodeagent.config import AgentConfig
 from nodeagent.door import Door
 from nodeagent.engines.vllm.follower import VllmFollower
+from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
 from nodeagent.http_api import HttpServer, create_api, listen
@@ -137,6 +138,7 @@ class Agent:
                     "incarnations": _names(engine.publisher),
                     "pending_keys": engine.publisher.pending_keys,
                     "gpu_chunks": len(engine.publisher.inventory),
+                    "gpu_is_known": engine.events is None or self._follower.is_known(engine.name),
                     "running": engine.running,
                     "waiting": engine.waiting,
                 }
@@ -155,6 +157,9 @@ class Agent:
             self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
         nvme_loops = self._add_nvme(group, host, withdrawn)
+        self._follower = VllmFollower(
+            self._config.state, tier.labels, _BothTiers(tier, self._lower), self._metrics, sleep=self._sleep
+        )
         roster = self._roster = Roster(
             self._config.host,
             self._directory,
@@ -166,9 +171,7 @@ class Agent:
             metrics=self._metrics,
             walk_interval_s=self._config.directory.walk_interval_s,
             nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
-            follow=VllmFollower(
-                self._config.state, tier.labels, _BothTiers(tier, self._lower), self._metrics, sleep=self._sleep
-            ),
+            follow=self._follower,
         )
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
@@ -180,7 +183,14 @@ class Agent:
         )
         door.open()
         http = HttpServer(
-            create_api(self._files, self._metrics.registry, lambda: self._is_ready, self.status, self._lower.prefetch),
+            create_api(
+                self._files,
+                self._metrics.registry,
+                lambda: self._is_ready,
+                self.status,
+                self._lower.prefetch,
+                partial(reset_prefix_cache, roster, self._follower),
+            ),
             listener,
         )
         loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())] + nvme_loops

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import enum
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +26,17 @@ CLIENT_GONE = 499
 DirectoryKeyHex = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
 
 
+class ResetOutcome(enum.Enum):
+    """What became of a reset."""
+
+    DONE = "the engine's prefix cache is empty"
+    UNKNOWN = "no engine of that name, whose gpu tier is learned from events, is attached"
+    REFUSED = "the engine didn't reset its prefix cache; it must be idle, and vLLM started with VLLM_SERVER_DEV_MODE=1"
+
+
+RESET_STATUS = {ResetOutcome.UNKNOWN: 404, ResetOutcome.REFUSED: 502}
+
+
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /prefetch`: directory keys in hex, in the order in which they will be wanted."""
 
@@ -37,8 +49,12 @@ def create_api(
     is_ready: Callable[[], bool],
     status: Callable[[], dict[str, Any]],
     prefetch: Callable[[Sequence[bytes]], int],
+    reset: Callable[[str], Awaitable[ResetOutcome]],
 ) -> FastAPI:
-    """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try."""
+    """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try.
+
+    `reset` empties the prefix cache of the engine of that name.
+    """
     app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(ClientDisconnect)
@@ -68,6 +84,13 @@ def create_api(
     async def prefetch_chunks(request: Request) -> dict[str, int]:
         hint = _read_hint(await _bounded_body(request))
         return {"accepted": prefetch([bytes.fromhex(key) for key in hint.keys])}
+
+    @app.post("/engines/{engine}/reset_prefix_cache")
+    async def reset_prefix_cache(engine: str) -> dict[str, str]:
+        outcome = await reset(engine)
+        if outcome is not ResetOutcome.DONE:
+            raise HTTPException(RESET_STATUS[outcome], outcome.value)
+        return {"status": outcome.value}
 
     @app.get("/files/{sha256}")
     async def file(sha256: str) -> Response:

@@ -45,6 +45,7 @@ def run_command(options: argparse.Namespace) -> int:
         logging.basicConfig(
             level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
         )
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each look at an engine's metrics
         asyncio.run(run(config))
     except (ConfigurationError, AgentError, DirectoryError) as error:
         return _refuse(error)

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nodeagent import http_api
 from nodeagent.files import FileShelf
-from nodeagent.http_api import HttpServer, create_api, listen
+from nodeagent.http_api import HttpServer, ResetOutcome, create_api, listen
 from nodeagent.metrics import AgentMetrics
 
 NAMES = {
@@ -31,6 +31,10 @@ def state():
     return {"ready": False}
 
 
+async def no_reset(engine):
+    return ResetOutcome.UNKNOWN
+
+
 @pytest.fixture
 async def http(state):
     files = FileShelf()
@@ -40,7 +44,11 @@ async def http(state):
         state["hinted"] = keys
         return len(keys)
 
-    api = create_api(files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"}, hint)
+    async def reset(engine):
+        state["reset"] = engine
+        return state["outcome"]
+
+    api = create_api(files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"}, hint, reset)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://agent") as client:
         yield client
 
@@ -102,7 +110,7 @@ async def test_a_bad_hint_is_a_400_that_names_the_field(http, state, body, statu
 @pytest.fixture
 async def port(state):
     files, registry = FileShelf(), AgentMetrics().registry
-    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, lambda keys: len(keys))
+    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, lambda keys: len(keys), no_reset)
     with listen("127.0.0.1", 0) as listener:
         server = HttpServer(api, listener)
         task = asyncio.create_task(server.run_until_stopped())
@@ -152,3 +160,13 @@ async def test_a_gateway_that_goes_while_it_sends_a_hint_is_no_fault(port, caplo
         await writer.wait_closed()
         assert (await client.get(f"http://127.0.0.1:{port}/healthz")).status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [(ResetOutcome.DONE, 200), (ResetOutcome.UNKNOWN, 404), (ResetOutcome.REFUSED, 502)]
+)
+async def test_a_reset_says_what_became_of_it(http, state, outcome, status):
+    state["outcome"] = outcome
+    answer = await http.post("/engines/gpu-07-a/reset_prefix_cache")
+    assert (answer.status_code, state["reset"]) == (status, "gpu-07-a")
+    assert outcome.value in answer.text

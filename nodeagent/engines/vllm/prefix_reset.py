@@ -1,0 +1,26 @@
+"""Resets a vLLM engine's prefix cache, so that the fleet knows at once: an idle one tells with its next step only."""
+
+import httpx
+
+from nodeagent.engines.vllm.follower import VllmFollower
+from nodeagent.http_api import ResetOutcome
+from nodeagent.roster import Roster
+
+RESET_TIMEOUT_S = 10.0
+
+
+async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) -> ResetOutcome:
+    """Have the engine empty its prefix cache, and forget what its GPU held. Nothing is raised."""
+    engine = next((each for each in roster.engines if each.name == name and each.events is not None), None)
+    if engine is None:
+        return ResetOutcome.UNKNOWN
+    try:
+        async with httpx.AsyncClient(timeout=RESET_TIMEOUT_S, trust_env=False) as http:
+            answer = await http.post(f"{engine.registration.url}/reset_prefix_cache")
+            is_done = answer.is_success and answer.json().get("success") is True
+    except (httpx.HTTPError, ValueError, AttributeError):
+        return ResetOutcome.REFUSED
+    if not is_done:
+        return ResetOutcome.REFUSED
+    follower.was_reset(name)
+    return ResetOutcome.DONE
