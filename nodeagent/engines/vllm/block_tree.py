@@ -51,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a chunk is called on both sides: vLLM's 32-byte hash of its last block, and its directory key (16 bytes).
+    """What a chunk is called on both sides: vLLM's whole hash of its last block (32 bytes), and its directory key (16).
 
     `parent` and `parent_hash` are the same of the chunk before it; `position` counts chunks from 0.
     """

@@ -244,18 +244,22 @@ class KvEventSubscriber:
         return held
 
     def _apply(self, payload: bytes) -> None:
-        """Take in the next batch."""
+        """Take in the next batch. With number 0 it is the first of a life, of which everything is known."""
+        if self._order.next_sequence == 0:
+            self._tell(self._table.begin_life())
         batch = decode_batch(payload)
         self._order.advance(payload)
-        was_complete = self._table.is_complete
+        was_followed, was_complete = self._table.approximation is None, self._table.is_complete
         if None not in (self._source.rank, batch.data_parallel_rank) and batch.data_parallel_rank != self._source.rank:
             self._drop("other_rank")
             return
         self._tell(self._table.apply(batch))
         if not batch.is_complete:
             self._drop("malformed")
+        elif was_followed and self._table.approximation is not None:
+            self._say_unknown("approximate")
         elif was_complete and not self._table.is_complete:
-            self._say_unknown("approximate" if self._table.approximation else "table_full")
+            self._say_unknown("table_full")
 
     def _tell(self, changes: GpuChanges) -> None:
         if changes and self._is_synced:
