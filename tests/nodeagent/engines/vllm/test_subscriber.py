@@ -18,6 +18,7 @@ from tests.nodeagent.engines.vllm.recorded import removed, stored
 from tests.nodeagent.test_publisher import Stage
 
 FLEET = b"\x01" * 32
+BRIEF = SubscriberLimits(replay_timeout_s=0.05, probe_interval_s=0.05)
 QUICK = SubscriberLimits(replay_timeout_s=1.0, probe_interval_s=30.0)
 
 
@@ -178,12 +179,33 @@ async def test_batches_that_come_during_a_replay_follow_in_order() -> None:
         await in_step(engine, subscriber)
         engine.publish(chunk(1))
         await until(lambda: subscriber.next_sequence == 1)
-        engine.during_replay = [gone(2), chunk(3)]
+
+        async def meanwhile() -> None:
+            engine.publish(gone(2))
+            engine.publish(chunk(3))
+            await until(lambda: subscriber.held_batches == 3)
+
+        engine.before_end = meanwhile()
         engine.publish(chunk(2), is_lost=True)
         engine.publish(gone(1))
         await until(lambda: subscriber.next_sequence == 5)
         assert listener.claimed == held(3)
         assert (subscriber.held_batches, listener.unknown_because) == (0, [])
+
+
+async def test_a_batch_that_comes_while_the_engine_answers_is_no_sign_of_another_process() -> None:
+    async with publishing() as engine, following(engine, limits=BRIEF) as (subscriber, listener):
+        await in_step(engine, subscriber)
+        engine.publish(chunk(1))
+        await until(lambda: listener.claimed == held(1))
+
+        async def meanwhile() -> None:
+            engine.publish(chunk(2))
+            await until(lambda: subscriber.held_batches == 1)
+
+        engine.before_end = meanwhile()
+        await until(lambda: listener.claimed == held(1, 2))
+        assert (subscriber.counts["restart"], listener.unknown_because) == (0, [])
 
 
 async def test_replies_that_the_engines_socket_drops_are_asked_for_again() -> None:
@@ -240,6 +262,35 @@ async def test_a_restart_told_from_outside_empties_the_table_before_the_engine_s
         engine.publish(chunk(4))
         await until(lambda: listener.claimed == held(4))
         assert (subscriber.next_sequence, listener.unknown_because) == (1, [])
+
+
+async def test_what_the_old_process_sent_is_passed_over_once_a_restart_is_told() -> None:
+    async with publishing() as engine:
+        subscriber = KvEventSubscriber(engine.source, fresh(), Listener(), engine.context)
+        subscriber.restarted()
+        subscriber._receive([b"kv", (57).to_bytes(8, "big"), b"of the old process"])
+        assert (subscriber.held_batches, subscriber.next_sequence) == (0, 0)
+
+
+@pytest.mark.parametrize("is_mute", [False, True], ids=["with a replay", "without an answer"])
+async def test_batches_of_two_processes_that_wait_together_are_kept_apart(is_mute: bool) -> None:
+    limits = SubscriberLimits(replay_timeout_s=0.5, replay_stalls_max=2)
+    async with publishing() as engine, following(engine, limits=limits) as (subscriber, listener):
+        await in_step(engine, subscriber)
+        engine.publish(chunk(1))
+        await until(lambda: listener.claimed == held(1))
+        engine.is_replay_mute = True
+        engine.publish(gone(1), is_lost=True)
+        engine.publish(chunk(2))
+        await until(lambda: subscriber.held_batches == 1)
+        engine.restart()
+        await engine.listened_to()
+        engine.publish(chunk(3), is_lost=True)
+        engine.is_replay_mute = is_mute
+        engine.publish(chunk(4))
+        await until(lambda: listener.claimed == (held(4) if is_mute else held(3, 4)))
+        assert (subscriber.next_sequence, subscriber.held_batches) == (2, 0)
+        assert subscriber.is_known is not is_mute
 
 
 async def test_messages_that_are_none_are_counted_and_passed_over() -> None:
@@ -320,6 +371,19 @@ async def test_a_saved_table_is_not_claimed_before_the_engine_has_confirmed_it()
             assert (listener.claimed, subscriber.is_known, subscriber.dump(b"life")) == (set(), False, None)
 
 
+async def test_a_saved_table_that_nobody_confirms_is_dropped_when_the_engine_speaks() -> None:
+    async with publishing() as engine:
+        engine.publish(chunk(1))
+        start = await saved_after(engine)
+        engine.is_replay_mute = True
+        async with following(engine, start, replace(BRIEF, probe_interval_s=30.0)) as (subscriber, listener):
+            await engine.listened_to()
+            await until(lambda: subscriber.counts["replay_timeout"] == BRIEF.replay_stalls_max)
+            engine.publish(chunk(2))
+            await until(lambda: listener.claimed == held(2))
+            assert (listener.unknown_because, subscriber.is_known) == (["no_replay"], False)
+
+
 async def test_a_saved_table_of_a_process_that_is_gone_is_forgotten() -> None:
     async with publishing() as engine:
         engine.publish(chunk(1))
@@ -342,9 +406,6 @@ async def test_a_saved_table_that_the_replay_does_not_reach_is_dropped() -> None
         async with following(engine, start) as (subscriber, listener):
             await until(lambda: listener.claimed == held(4, 5, 6))
             assert (listener.unknown_because, subscriber.is_known) == (["replay_too_short"], False)
-
-
-BRIEF = SubscriberLimits(replay_timeout_s=0.05, probe_interval_s=0.05)
 
 
 async def test_a_replay_that_never_answers_costs_the_table_only_at_a_gap() -> None:
@@ -455,6 +516,26 @@ async def test_what_is_held_for_a_replay_that_stalls_is_bounded() -> None:
         await until(lambda: subscriber.next_sequence >= 200 - 20)
         assert most <= 20
         assert key(1) not in listener.claimed
+
+
+async def test_a_flood_during_a_replay_does_without_the_rest_of_it() -> None:
+    limits = SubscriberLimits(replay_timeout_s=5.0, held_batches_max=20)
+    async with publishing() as engine, following(engine, limits=limits) as (subscriber, listener):
+        await in_step(engine, subscriber)
+        engine.publish(chunk(1))
+        await until(lambda: listener.claimed == held(1))
+
+        async def meanwhile() -> None:
+            for number in range(2, 30):
+                engine.publish(chunk(number))
+            await until(lambda: listener.unknown_because)
+
+        engine.before_replies = meanwhile()
+        engine.publish(gone(1), is_lost=True)
+        engine.publish(chunk(40))
+        await until(lambda: subscriber.next_sequence == engine.next)
+        assert listener.claimed == held(40, *range(2, 30))
+        assert (listener.unknown_because, subscriber.counts["restart"]) == (["flood"], 0)
 
 
 def test_a_ranks_endpoint_is_rank_0s_with_the_rank_added_to_the_port() -> None:
