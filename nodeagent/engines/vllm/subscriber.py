@@ -161,6 +161,10 @@ class KvEventSubscriber:
         self._begin_life()
         self._restarted.set()
 
+    def cleared(self) -> None:
+        """The engine's prefix cache was reset, or its memory put to sleep: it says so only when it next computes."""
+        self._tell(self._table.clear(is_complete=True))
+
     async def run(self) -> None:
         """Follow until cancelled."""
         while True:
