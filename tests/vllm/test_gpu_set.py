@@ -19,7 +19,7 @@ from directory.placements import unpack_holders
 from directory.tiers import Tier
 from tests.directory.conftest import running_valkey
 from tests.vllm.engine import RunningEngine, running_engines
-from tests.vllm.fleet import BLOCK_TOKENS, CHUNK_TOKENS, MODEL, AgentProcess, ask, document
+from tests.vllm.fleet import BLOCK_TOKENS, CHUNK_TOKENS, MODEL, AgentProcess
 from tests.warmroute.fleets import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,7 +38,9 @@ class Host:
         """The directory keys that the engine's living incarnations hold in `gpu`, by the records themselves."""
         lives = {bytes.fromhex(each) for each in self.agent.engine("one")["incarnations"]}
         with redis.Redis.from_url(self.redis_url) as server:
-            keys = [each for each in server.scan_iter(count=1_000) if len(each) > DIRECTORY_KEY_BYTES and b"#" not in each]
+            keys = [
+                each for each in server.scan_iter(count=1_000) if len(each) > DIRECTORY_KEY_BYTES and b"#" not in each
+            ]
             records = {key.split(b":", 3)[-1]: server.get(key) for key in keys if len(key.split(b":", 3)[-1]) == 16}
         return {
             key
@@ -196,4 +198,3 @@ def test_under_pressure_the_gpu_set_is_the_engines_and_a_reset_or_restart_leaves
     truth, recorder.next = Truth(host.digest()), 0
     complete(host.engine, tokens_of(choose))
     settle()
-
