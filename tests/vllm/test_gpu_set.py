@@ -18,7 +18,7 @@ from directory.chunks import DIRECTORY_KEY_BYTES, chunk_keys, directory_key, pac
 from directory.placements import unpack_holders
 from directory.tiers import Tier
 from tests.directory.conftest import running_valkey
-from tests.vllm.engine import RunningEngine, running_engines
+from tests.vllm.engines import RunningEngine, running_engines
 from tests.vllm.fleet import BLOCK_TOKENS, CHUNK_TOKENS, MODEL, AgentProcess
 from tests.warmroute.fleets import until
 
