@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -115,7 +115,7 @@ def running_engines(
     models: Mapping[str, Path] | None = None,
     flags: tuple[str, ...] = (),
     flags_of: Mapping[str, tuple[str, ...]] | None = None,
-    change: Callable[[EngineLaunch], EngineLaunch] = lambda launch: launch,
+    events: Mapping[str, object] | None = None,
 ) -> Iterator[dict[str, RunningEngine]]:
     """Engines by name, each at its agent's door (None: a plain engine), started side by side."""
     made: dict[str, RunningEngine] = {}
@@ -137,8 +137,9 @@ def running_engines(
                 door=door,
                 threads=1,
                 flags=(*flags, *(flags_of or {}).get(name, ())),
+                events=events or {},
             )
-            made[name] = RunningEngine(change(launch), folder / f"{name}.log")
+            made[name] = RunningEngine(launch, folder / f"{name}.log")
             made[name].begin()
         for engine in made.values():
             until(engine.is_serving, START_BOUND_S, "the engine serves")

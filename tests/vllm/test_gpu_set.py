@@ -3,6 +3,7 @@
 The truth is counted here anew, from the engine's own replay and nothing else: plain sets, plain loops.
 """
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import redis
 import zmq
 
 from directory.chunks import DIRECTORY_KEY_BYTES, chunk_keys, directory_key, pack_tokens
+from directory.members import EngineRegistration
 from directory.placements import unpack_holders
+from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
 from tests.directory.conftest import running_valkey
 from tests.vllm.engines import RunningEngine, running_engines
@@ -49,7 +52,16 @@ class Host:
         }
 
     def digest(self) -> bytes:
-        return bytes.fromhex(self.engine.fleet_digest(self.redis_url))
+        async def read() -> bytes:
+            directory = RedisDirectory.connect(self.redis_url)
+            try:
+                members = await directory.members()
+            finally:
+                await directory.aclose()
+            registrations = [each.registration for each in members]
+            return next(each.identity.fleet_digest() for each in registrations if isinstance(each, EngineRegistration))
+
+        return asyncio.run(read())
 
 
 class Truth:
@@ -82,7 +94,6 @@ class Truth:
             if len(prompt) % per_chunk == 0 and all(self.copies[block] > 0 for block in prompt[-per_chunk:]):
                 tokens = pack_tokens(token for block in prompt for token in self.tokens[block])
                 held.add(directory_key(chunk_keys(self.digest, tokens, CHUNK_TOKENS)[-1]))
-            del name
         return held
 
 
@@ -117,7 +128,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         agent = AgentProcess("h1", folder, server.connection_url, dram_gb=0.03, nvme_gb=0.03)
         try:
             doors = {"one": agent.door}
-            with running_engines(folder, doors, flags=flags, buffer_batches=BUFFER_BATCHES) as engines:
+            with running_engines(folder, doors, flags=flags, events={"buffer_steps": BUFFER_BATCHES}) as engines:
                 until(lambda: agent.is_attached("one"), 60, "the engine is attached")
                 yield Host(agent, engines["one"], server.connection_url)
         finally:
