@@ -421,7 +421,8 @@ def _start_timeout_s(options: FleetOptions) -> float:
 def _free_ports() -> Iterator[int]:
     """Free ports, each once."""
     for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with contextlib.suppress(OSError):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
             yield port
     raise FleetError(f"all ports from {PORTS.start} to {PORTS.stop - 1} are taken")

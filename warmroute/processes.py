@@ -102,7 +102,7 @@ class Supervisor:
                 stderr=log,
                 env={**_inherited(), **part.environment},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the parts in order
-                preexec_fn=partial(_die_with_parent, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     async def _watch(self, part: Part) -> None:
@@ -152,7 +152,7 @@ async def _clear(part: Part, seen: GroupRemains) -> None:
             path.unlink()
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """In the child, before it becomes the part: be told to end when the parent is gone, and end now if it is."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
