@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.warmroute.fleets import is_alive, until
-from warmroute.process_group import SHARED_MEMORY, end_group, members, remains
+from warmroute.process_group import SHARED_MEMORY, GroupRemains, end_group, members, remains
 from warmroute.processes import Part, Supervisor
 
 GROUP = """
@@ -39,12 +39,15 @@ def leader() -> Iterator[tuple[subprocess.Popen[bytes], list[Path]]]:
     with subprocess.Popen(command(), stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         names = process.stdout.readline().decode().split()
+        seen = remains(process.pid)
         yield process, [SHARED_MEMORY / name for name in names]
         process.kill()
+        process.wait()
+        end(seen)
 
 
-def end(group: int) -> None:
-    for pause_s in end_group(remains(group)):
+def end(seen: GroupRemains) -> None:
+    for pause_s in end_group(seen):
         time.sleep(pause_s)
 
 
@@ -69,7 +72,7 @@ def test_when_the_leader_is_killed_the_others_and_all_files_go(
     process.kill()
     process.wait()
     assert any(is_alive(pid) for pid in pids), "a member outlives its leader"
-    end(process.pid)
+    end(GroupRemains(process.pid))
     assert members(process.pid) == []
     assert not any(is_alive(pid) for pid in pids)
     assert not [file for file in files if file.exists()]
@@ -95,11 +98,11 @@ def test_files_of_others_stay(leader: tuple[subprocess.Popen[bytes], list[Path]]
         files = [SHARED_MEMORY / name for name in other.stdout.readline().decode().split()]
         process.kill()
         process.wait()
-        end(process.pid)
+        end(GroupRemains(process.pid))
         assert all(file.exists() for file in files)
         other.kill()
         other.wait()
-        end(other.pid)
+        end(GroupRemains(other.pid))
         assert not any(file.exists() for file in files)
 
 
