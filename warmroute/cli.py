@@ -49,13 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Start a directory server, hosts with an agent and a reference engine each, and a gateway."
+    parser.description = "Start a directory server, hosts with an agent and an engine each, and a gateway."
     parser.add_argument("--engines", type=int, default=2, metavar="N", help="hosts with an engine each (default 2)")
+    parser.add_argument(
+        "--engine-kind",
+        choices=("reference", "vllm"),
+        default="reference",
+        help="the small engine that is always there, or vLLM on the CPU, which is installed once (3.4 GB)",
+    )
     parser.add_argument(
         "--engine",
         action="append",
         metavar="URL",
-        help="an OpenAI-compatible engine of your own, instead of the reference engines; repeatable",
+        help="an OpenAI-compatible engine of your own, instead of engines started here; repeatable",
     )
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port; its admin port is one above")
     parser.add_argument("--redis", metavar="URL", help="an existing Redis or Valkey instead of the bundled one")

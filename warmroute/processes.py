@@ -1,6 +1,7 @@
 """Child processes of the local fleet: started, watched, restarted with a growing pause, ended in order.
 
-A child dies with its parent, even when that is killed: the kernel is asked for it (`PR_SET_PDEATHSIG`).
+A part leads a process group: what it started ends with it. A child dies with its parent, even when that is killed: the
+kernel is asked for it (`PR_SET_PDEATHSIG`).
 """
 
 import asyncio
@@ -14,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+from warmroute.process_group import GroupRemains, end_group, remains
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +35,16 @@ class PartFailed(Exception):
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """One child process: its name, how to start it, and where its output goes."""
+    """One child process: its name, how to start it, and where its output goes.
+
+    `leftovers` are files of its own that are removed whenever it has ended, however it went.
+    """
 
     name: str
     arguments: Sequence[str]
     log_path: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    leftovers: Sequence[Path] = ()
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
 
@@ -95,7 +102,7 @@ class Supervisor:
                 stderr=log,
                 env={**_inherited(), **part.environment},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the parts in order
-                preexec_fn=partial(_die_with_parent, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     async def _watch(self, part: Part) -> None:
@@ -104,6 +111,7 @@ class Supervisor:
             started_at = time.monotonic()
             assert part.process is not None, "spawned"
             code = await part.process.wait()
+            await _clear(part, GroupRemains(part.process.pid))
             if code == CONFIGURATION_ERROR:
                 self._say(f"{part.name} can't run: {part.last_words()}")
                 return
@@ -118,21 +126,33 @@ class Supervisor:
 
 async def _end(part: Part) -> None:
     process = part.process
-    if process is None or process.returncode is not None:
+    if process is None:
         return
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        logger.warning("%s didn't end in %g s and is killed", part.name, STOP_TIMEOUT_S)
+    seen = remains(process.pid)
+    if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            logger.warning("%s didn't end in %g s and is killed", part.name, STOP_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    await _clear(part, seen)
 
 
-def _die_with_parent(parent: int) -> None:
+async def _clear(part: Part, seen: GroupRemains) -> None:
+    """End what a part that has ended left running, and remove what it left lying."""
+    for pause_s in end_group(seen):
+        await asyncio.sleep(pause_s)
+    for path in part.leftovers:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def die_with_parent(parent: int) -> None:
     """In the child, before it becomes the part: be told to end when the parent is gone, and end now if it is."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:

@@ -5,31 +5,54 @@ import asyncio
 import contextlib
 import signal
 import sys
+from dataclasses import replace
 
 from warmroute.demo import DemoFailed, as_json, as_table, play
-from warmroute.local_fleet import MODEL, NVME_GB, FleetError, FleetOptions, LocalFleet, local_fleet
+from warmroute.local_fleet import (
+    MODEL,
+    NVME_GB,
+    FleetError,
+    FleetOptions,
+    LocalFleet,
+    check_options,
+    find_model,
+    local_fleet,
+)
+from warmroute.vllm.installation import InstallationError, install
 
 
 def run(options: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM, or to the demo's end. Trouble is one sentence on stderr, and 2."""
     try:
-        return asyncio.run(_run(options))
-    except (FleetError, DemoFailed) as error:
+        fleet_options = _fleet_options(options)
+        if fleet_options.engine_kind == "vllm":
+            # Before the event loop, so that Ctrl-C ends an installation at once.
+            check_options(fleet_options)
+            fleet_options = replace(fleet_options, vllm=install(find_model(options.model), _say))
+        return asyncio.run(_run(fleet_options, options))
+    except (FleetError, InstallationError, DemoFailed) as error:
         print(f"warmroute up: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
-async def _run(options: argparse.Namespace) -> int:
+def _fleet_options(options: argparse.Namespace) -> FleetOptions:
     if (options.exit or options.json) and not options.demo:
         raise FleetError("--exit and --json are for the demo: add --demo")
-    if options.engine and (options.demo or options.no_cache or options.model or options.nvme):
+    is_vllm = options.engine_kind == "vllm"
+    if options.engine and (options.demo or options.no_cache or options.model or options.nvme or is_vllm):
         raise FleetError(
-            "--demo, --no-cache, --model and --nvme are for the reference engines: leave out --engine, or them"
+            "--demo, --no-cache, --model, --nvme and --engine-kind are for engines that are started here: "
+            "leave out --engine, or them"
         )
+    if is_vllm and options.no_cache:
+        raise FleetError("--no-cache is for the reference engines: leave out --engine-kind vllm, or it")
     if options.nvme_gb is not None and options.nvme is None:
         raise FleetError("--nvme-gb needs --nvme, the folder")
-    fleet_options = FleetOptions(
+    return FleetOptions(
         engines=options.engines,
+        engine_kind=options.engine_kind,
         engine_urls=tuple(url.rstrip("/") for url in options.engine or ()),
         port=options.port,
         redis_url=options.redis,
@@ -41,6 +64,9 @@ async def _run(options: argparse.Namespace) -> int:
         nvme_write=options.nvme_write,
         logs=options.logs,
     )
+
+
+async def _run(fleet_options: FleetOptions, options: argparse.Namespace) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

