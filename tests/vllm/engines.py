@@ -50,7 +50,8 @@ class RunningEngine:
         return self.launch.url
 
     def begin(self) -> None:
-        """Start it; it serves in about a minute."""
+        """Start it; it serves in about a minute. What a killed one left in /dev/shm goes, as its supervisor sees to."""
+        self.launch.staging_file.unlink(missing_ok=True)
         line = launch_line(self.launch)
         environment = launch_environment(os.environ) | dict(line.environment)
         with self.log.open("ab") as log:
@@ -123,15 +124,15 @@ def running_engines(
     package.build(plugin)
     try:
         for name, door in doors.items():
-            port, events, replay = free_ports(3)
+            port, events_port, replay_port = free_ports(3)
             launch = EngineLaunch(
                 command=installation().command,
                 model=(models or {}).get(name, model_folder()),
                 served_model_name=MODEL,
                 name=name,
                 port=port,
-                events_port=events,
-                replay_port=replay,
+                events_port=events_port,
+                replay_port=replay_port,
                 scratch=folder,
                 package=plugin if door is not None else None,
                 door=door,
@@ -139,8 +140,9 @@ def running_engines(
                 flags=(*flags, *(flags_of or {}).get(name, ())),
                 events=events or {},
             )
-            made[name] = RunningEngine(launch, folder / f"{name}.log")
-            made[name].begin()
+            engine = RunningEngine(launch, folder / f"{name}.log")
+            engine.begin()
+            made[name] = engine
         for engine in made.values():
             until(engine.is_serving, START_BOUND_S, "the engine serves")
         yield made

@@ -90,7 +90,7 @@ class Truth:
     def chunks(self) -> set[bytes]:
         held = set()
         per_chunk = CHUNK_TOKENS // BLOCK_TOKENS
-        for name, prompt in self.prompts.items():
+        for prompt in self.prompts.values():
             if len(prompt) % per_chunk == 0 and all(self.copies[block] > 0 for block in prompt[-per_chunk:]):
                 tokens = pack_tokens(token for block in prompt for token in self.tokens[block])
                 held.add(directory_key(chunk_keys(self.digest, tokens, CHUNK_TOKENS)[-1]))
