@@ -65,17 +65,14 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 def new_launch(
     vllm: VllmInstallation, scratch: Path, name: str, *, door: Path | None = None, **changes: Any
 ) -> EngineLaunch:
-    """A launch on free ports. With a door, its connector talks to the agent there; `changes` are fields of the launch.
+    """A launch on a free port. With a door, its connector talks to the agent there; `changes` are fields of the launch.
 
     `scratch` must have a short path: sockets are made in it.
     """
-    port, events_port = free_port(), free_port()
     package = scratch / "engine_side" if door is not None else None
     if package is not None and not (package / NAME).exists():
         build(package)
-    launch = EngineLaunch(
-        vllm.command, vllm.model, MODEL, name, port, events_port, events_port + 1, scratch, package, door
-    )
+    launch = EngineLaunch(vllm.command, vllm.model, MODEL, name, free_port(), scratch, package, door)
     return replace(launch, **changes)
 
 

@@ -46,7 +46,7 @@ def assert_nothing_is_left(engine: RunningVllm, pids: list[int], files: set[Path
     assert not [pid for pid in pids if is_alive(pid)]
     assert engine.pids == []
     assert not [file for file in {*files, launch.staging_file} if file.exists()]
-    assert not [port for port in (launch.port, launch.events_port, launch.replay_port) if is_taken(port)]
+    assert not is_taken(launch.port)
 
 
 @contextlib.contextmanager
@@ -102,7 +102,6 @@ def test_a_prompt_is_announced_once_and_cached_until_the_cache_is_reset(vllm: Vl
         assert len(pids) >= 3
         assert files
     assert_nothing_is_left(engine, pids, files)
-    assert [path.name for path in scratch.iterdir()] == ["plain.log"]
 
 
 def test_an_engine_whose_first_process_is_killed_leaves_nothing(vllm: VllmInstallation, scratch: Path) -> None:
