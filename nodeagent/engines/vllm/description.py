@@ -22,7 +22,7 @@ from nodeagent.messages import KvEventSource
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 STABLE_HASHES = ("sha256", "sha256_cbor")
 SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
-CPU_FLOPS, GPU_FLOPS = 2e11, 2e14
+CPU_FLOPS, GPU_FLOPS = 5e10, 2e14
 """Useful FLOP/s believed of an engine until its own metrics tell."""
 
 

@@ -94,7 +94,7 @@ class VllmFollower:
         """
         subscriber = self._subscribers.get(engine)
         if subscriber is not None:
-            subscriber.was_reset()
+            subscriber.cleared()
         return subscriber is not None
 
     def _read(self, path: Path, life: bytes, digest: bytes, chunk_tokens: int) -> SavedTable | None:
@@ -142,7 +142,7 @@ class VllmFollower:
                     engine.note_load(LoadReport(seen.running, seen.waiting, flops))
                     if seen.is_asleep and not was_asleep:
                         # Its KV is gone, and no step may come that says so.
-                        subscriber.was_reset()
+                        subscriber.cleared()
                     was_asleep = seen.is_asleep
                 await self._sleep(SCRAPE_INTERVAL_S)
 

@@ -327,12 +327,11 @@ class GpuTable:
     def _is_usable(self, block: Block) -> bool:
         if not block.is_known or block.key is None:
             return False
-        full = [group for group in self.groups.values() if group.is_full]
         for group in self.groups.values():
             blocks = self.tree.blocks_per_chunk if group.is_full else group.window_blocks
             if not all(part.hash in group.copies for part in block.path(blocks)):
                 return False
-        return bool(full)
+        return True
 
     def _has_copies(self, block_hash: BlockHash) -> bool:
         return any(block_hash in group.copies for group in self.groups.values())

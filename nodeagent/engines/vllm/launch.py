@@ -35,9 +35,10 @@ _ENVIRONMENT = {
 class EngineLaunch:
     """One engine. `command` is vLLM's, `model` a folder that it loads, `name` the engine's in the fleet.
 
-    `scratch` takes its sockets, which vLLM leaves lying there; its path must be short. `package` is the folder that `package.build` wrote into,
-    `door` the agent's socket: both, or neither for a plain engine. `staging_gb` is in GB (10^9 bytes). `flags` come
-    last and so win; `environment` wins as well.
+    `scratch` takes its sockets, which vLLM leaves lying there; its path must be short. `package` is the folder that
+    `package.build` wrote into, `door` the agent's socket: both, or neither for a plain engine. `staging_gb` is in GB
+    (10^9 bytes). `events` are fields of vLLM's event configuration. `flags` come last and so win; `environment` wins
+    as well.
     """
 
     command: Path
@@ -54,6 +55,7 @@ class EngineLaunch:
     requests_max: int = 4
     threads: int = 2
     flags: tuple[str, ...] = ()
+    events: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -119,6 +121,7 @@ def _events(launch: EngineLaunch) -> dict[str, object]:
         "endpoint": launch.events_endpoint,
         "replay_endpoint": launch.replay_endpoint,
         "topic": TOPIC,
+        **launch.events,
     }
 
 

@@ -161,9 +161,9 @@ class KvEventSubscriber:
         self._begin_life()
         self._restarted.set()
 
-    def was_reset(self) -> None:
-        """The engine's prefix cache was emptied, as is known from elsewhere: an idle engine tells it later."""
-        self._tell(self._table.clear(is_complete=self._table.is_complete))
+    def cleared(self) -> None:
+        """The engine's prefix cache was reset, or its memory put to sleep: it says so only when it next computes."""
+        self._tell(self._table.clear(is_complete=True))
 
     async def run(self) -> None:
         """Follow until cancelled."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,7 +33,8 @@ class PublishingEngine:
         self.requests: list[int] = []
         self.is_replay_mute = False
         self.drop_replies: set[int] = set()
-        self.during_replay: list[Event] = []
+        self.before_replies: Awaitable[None] | None = None
+        self.before_end: Awaitable[None] | None = None
         self.next = 0
         self._life = 0
         self._clock = 0.0
@@ -77,15 +78,20 @@ class PublishingEngine:
                 continue
             client, _, start = await self.replay.recv_multipart()
             self.requests.append(int.from_bytes(start, "big"))
-            while self.during_replay:
-                self.publish(self.during_replay.pop(0))
+            buffer = list(self.buffer)
+            if self.before_replies is not None:
+                await self.before_replies
+                self.before_replies = None
             if self.is_replay_mute:
                 continue
-            for sequence, data in list(self.buffer):
+            for sequence, data in buffer:
                 if sequence >= self.requests[-1] and sequence not in self.drop_replies:
                     reply = [client, b"", self.topic.encode(), sequence.to_bytes(8, "big"), data]
                     await self.replay.send_multipart(reply)
             self.drop_replies = set()
+            if self.before_end is not None:
+                await self.before_end
+                self.before_end = None
             await self.replay.send_multipart([client, b"", b"", END, b""])
 
     def close(self) -> None:

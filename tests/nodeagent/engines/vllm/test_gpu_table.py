@@ -8,7 +8,7 @@ from directory.identity import UNSCOPED, Scope
 from nodeagent.engines.vllm import gpu_table
 from nodeagent.engines.vllm.block_tree import Label
 from nodeagent.engines.vllm.events import AllBlocksCleared, Batch, Event, decode_batch
-from nodeagent.engines.vllm.gpu_table import GpuChanges, GpuTable
+from nodeagent.engines.vllm.gpu_table import GpuChanges, GpuTable, Group
 from tests.nodeagent.engines.vllm.recorded import payloads, recorded, removed, stored
 
 FLEET = b"\x01" * 32
@@ -39,8 +39,10 @@ def test_a_chunk_is_held_from_its_last_block_until_its_first_removal() -> None:
     gpu, blocks = table(), names(4)
     assert not apply(gpu, stored(blocks[:1], EIGHT[:2]))
     assert apply(gpu, stored(blocks[1:], EIGHT[2:], parent=blocks[0])).stored == tuple(keys(EIGHT))
-    assert apply(gpu, removed(blocks[2])).removed == (keys(EIGHT)[1],)
+    assert apply(gpu, removed(blocks[3])) == GpuChanges(removed=(keys(EIGHT)[1],)), "what is gone has no label"
     assert gpu.held == {keys(EIGHT)[0]}
+    apply(gpu, stored(blocks[3:], EIGHT[6:], parent=blocks[2]))
+    assert apply(gpu, removed(blocks[2])).removed == (keys(EIGHT)[1],)
     apply(gpu, removed(blocks[3]), removed(blocks[1]), removed(blocks[0]))
     assert (gpu.held, gpu.entries, gpu.skipped) == (frozenset(), 0, Counter())
 
@@ -185,8 +187,9 @@ def test_nothing_but_a_salt_in_a_first_block_is_read(extra_keys: tuple[object, .
     assert not apply(table(), stored(names(2), EIGHT[:4], extra_keys=extra_keys))
 
 
-def test_an_adapter_that_a_block_does_not_repeat_is_not_read() -> None:
-    assert not apply(table(), stored(names(2), EIGHT[:4], extra_keys=(("ad1",), None), lora_name="ad1"))
+@pytest.mark.parametrize("second", [None, ("copy",), ("ad1", "S")], ids=repr)
+def test_an_adapter_that_a_block_does_not_repeat_is_not_read(second: tuple[str, ...] | None) -> None:
+    assert not apply(table(), stored(names(2), EIGHT[:4], extra_keys=(("ad1",), second), lora_name="ad1"))
 
 
 def test_two_prefixes_under_one_short_hash_are_both_unclaimed() -> None:
@@ -197,6 +200,19 @@ def test_two_prefixes_under_one_short_hash_are_both_unclaimed() -> None:
     assert gpu.skipped == {"hash_conflict": 1}
     apply(gpu, stored([11, 12], EIGHT[:4]))
     assert apply(gpu, stored([12], EIGHT[:2], parent=2)).removed == (keys(EIGHT)[0],), "another parent"
+
+
+def test_a_whole_hash_in_two_places_is_unclaimed() -> None:
+    gpu, blocks = table(), names(4)
+    apply(gpu, stored(blocks, EIGHT))
+    changes = apply(gpu, stored(blocks[3:], EIGHT[6:], parent=blocks[1]))
+    assert (changes.removed, gpu.skipped) == ((keys(EIGHT)[1],), {"hash_conflict": 1})
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3)])
+def test_a_window_needs_as_many_blocks_as_vllm_asks_for(window: int, blocks: int) -> None:
+    """cdiv(window - 1, block): the token that is computed is part of the window."""
+    assert Group("sliding_window", window, 4).window_blocks == blocks
 
 
 def test_tokens_that_do_not_fit_the_blocks_are_counted() -> None:
@@ -226,6 +242,7 @@ def test_an_engine_that_cannot_be_followed_claims_nothing_and_says_why(fields: d
     assert gpu.approximation == reason
     assert (gpu.held, gpu.is_complete) == (frozenset(), False)
     assert not apply(gpu, AllBlocksCleared(), stored(blocks, EIGHT[:4])).stored
+    assert not gpu.is_complete
     assert not changes.stored
     gpu.begin_life()
     assert apply(gpu, stored(blocks, EIGHT[:4])).stored

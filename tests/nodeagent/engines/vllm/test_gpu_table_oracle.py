@@ -90,7 +90,7 @@ def follow(pool: BlockPool, steps: list[Step], each: Callable[[Batch], None]) ->
             engine.step(step)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(steps=STEPS, blocks=st.integers(14, 50), windows=WINDOWS, ints=st.booleans(), segment=SEGMENTS)
 def test_the_table_holds_what_the_pool_holds(
     steps: list[Step], blocks: int, windows: Windows, ints: bool, segment: int | None
@@ -111,7 +111,7 @@ def test_the_table_holds_what_the_pool_holds(
     assert not set(table.skipped) - {"adapter_unknown"}
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(steps=STEPS, blocks=st.integers(14, 50), windows=WINDOWS, cut=st.integers(0, 20))
 def test_a_table_saved_and_warmed_goes_on_as_if_never_saved(
     steps: list[Step], blocks: int, windows: Windows, cut: int
@@ -136,7 +136,7 @@ def test_a_table_saved_and_warmed_goes_on_as_if_never_saved(
     follow(pool, steps, check)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(steps=STEPS, blocks=st.integers(14, 50), windows=WINDOWS, lost=st.integers(0, 6), segment=SEGMENTS)
 def test_after_a_gap_nothing_is_claimed_that_is_not_held(
     steps: list[Step], blocks: int, windows: Windows, lost: int, segment: int | None

@@ -48,6 +48,14 @@ def test_a_block_of_a_chunk_that_was_not_full_is_cold_until_it_is_seen_again() -
     assert cold.table.warm(Batch(events=(stored([b"c"], [5, 6], parent=b"b"), *tail.events))).stored
 
 
+def test_what_was_refused_stays_refused() -> None:
+    table = GpuTable(FLEET, 4, {}.get)
+    table.apply(Batch(events=(stored([1, 2], [1, 2, 3, 4]), stored([1, 2], [5, 6, 7, 8]))))
+    loaded = load_table(dump_table(SavedTable(table, 1, b"digest 8"), b"life"), **KNOWN)
+    assert loaded is not None
+    assert (table.held, loaded.table.held) == (frozenset(), frozenset())
+
+
 def test_no_token_ids_are_in_the_file() -> None:
     table = GpuTable(FLEET, 4, {}.get)
     table.apply(Batch(events=(stored([b"a", b"b", b"c"], list(range(0x01020304, 0x0102030A))),)))

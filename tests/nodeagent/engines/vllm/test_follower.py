@@ -1,0 +1,173 @@
+"""A foreign engine beside a running agent: its `gpu` tier from its events, its chunks joined with their labels."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from directory.chunks import chunk_keys, directory_key, foreign_storage_key, pack_tokens
+from directory.memory import MemoryDirectory
+from directory.tiers import Tier
+from nodeagent.client import ChunkClient, ChunkLabel, EngineHello, PutResult
+from nodeagent.engines.vllm.events import AllBlocksCleared
+from nodeagent.engines.vllm.follower import offload_key, process_life
+from nodeagent.messages import KvEventSource
+from tests.nodeagent.engines.vllm.publishing_engine import PublishingEngine, publishing
+from tests.nodeagent.engines.vllm.recorded import removed, stored
+from tests.nodeagent.running import WAIT_S, RunningAgent, connected, fast_clock, make_hello, payload, running_agent
+
+CHUNK_TOKENS = 16
+BLOCKS = [bytes([number]) * 32 for number in range(1, 5)]
+TOKENS = list(range(100, 100 + 2 * CHUNK_TOKENS))
+TWO_CHUNKS = stored(list(BLOCKS), TOKENS)
+"""Two chunks of two blocks each: the chunks' names are those of the second and the fourth block."""
+
+
+def hello_of(engine: PublishingEngine, **changes: Any) -> EngineHello:
+    source = engine.source
+    return make_hello(events=KvEventSource(source.events, source.replay, source.topic, CHUNK_TOKENS // 2), **changes)
+
+
+DIGEST = make_hello().identity.fleet_digest()
+KEYS = [directory_key(key) for key in chunk_keys(DIGEST, pack_tokens(TOKENS), CHUNK_TOKENS)]
+
+
+def names(index: int) -> bytes:
+    return foreign_storage_key(DIGEST, offload_key(BLOCKS[2 * index + 1]))
+
+
+def put(client: ChunkClient, index: int, data: str | None = None) -> PutResult:
+    return client.put(ChunkLabel(names(index), None, None, index), payload(data or f"chunk {index}"), WAIT_S)
+
+
+async def soon(holds: Callable[[], Any], what: str) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not await asyncio.to_thread(holds):
+            await asyncio.sleep(0.02)
+
+
+def tiers_of(agent: RunningAgent) -> list[int]:
+    return [agent.believed(key) for key in KEYS]
+
+
+@asynccontextmanager
+async def followed(
+    folder: Path, engine: PublishingEngine, **changes: Any
+) -> AsyncIterator[tuple[RunningAgent, ChunkClient]]:
+    with running_agent(folder, **changes) as agent:
+        with connected(agent.config.door, hello_of(engine)) as client:
+            yield agent, client
+
+
+async def test_the_gpu_tier_is_what_the_events_say_and_not_what_the_door_says(tmp_path: Path) -> None:
+    async with publishing() as engine, followed(tmp_path, engine) as (agent, client):
+        await engine.listened_to()
+        engine.publish(TWO_CHUNKS)
+        await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        client.report_gpu([b"x" * 16], [KEYS[0]])
+        engine.publish(removed(BLOCKS[3]))
+        await soon(lambda: tiers_of(agent) == [Tier.GPU, 0], "one chunk in gpu")
+        assert agent.believed(b"x" * 16) == 0
+        engine.publish(AllBlocksCleared())
+        await soon(lambda: tiers_of(agent) == [0, 0], "none")
+
+
+@pytest.mark.parametrize("is_label_first", [True, False], ids=["label first", "bytes first"])
+async def test_bytes_and_labels_are_joined_whichever_comes_first(tmp_path: Path, is_label_first: bool) -> None:
+    async with publishing() as engine, followed(tmp_path, engine) as (agent, client):
+        await engine.listened_to()
+        if is_label_first:
+            engine.publish(TWO_CHUNKS)
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "the labels")
+        assert [await asyncio.to_thread(put, client, index) for index in (1, 0)] == [PutResult.STORED] * 2
+        if not is_label_first:
+            assert await asyncio.to_thread(tiers_of, agent) == [0, 0], "served, and not announced"
+            assert len(client.open([names(0), names(1)], WAIT_S)) == 2
+            engine.publish(TWO_CHUNKS)
+        both = Tier.GPU | Tier.DRAM
+        await soon(lambda: tiers_of(agent) == [both, both], "both tiers")
+        engine.publish(AllBlocksCleared())
+        await soon(lambda: tiers_of(agent) == [Tier.DRAM, Tier.DRAM], "what is stored stays")
+        hierarchy = agent.agent._tier.hierarchy
+        assert hierarchy is not None
+        entry = hierarchy.find(names(1))
+        assert entry is not None
+        assert (entry.label.parent, entry.label.position) == (names(0), 1), "so that a prefix is evicted from its end"
+
+
+async def test_other_bits_for_a_chunk_that_is_held_are_had_and_alarm_nobody(tmp_path: Path) -> None:
+    async with publishing() as engine, followed(tmp_path, engine) as (agent, client):
+        assert await asyncio.to_thread(put, client, 0) is PutResult.STORED
+        assert await asyncio.to_thread(put, client, 0, "other bits") is PutResult.ALREADY
+        assert agent.metric("warmroute_admission_refused_total", reason="other_bits") == 1
+        assert agent.metric("warmroute_put_conflicts_total") == 0
+
+
+async def test_an_agent_that_restarts_knows_what_prefix_hits_do_not_tell(tmp_path: Path) -> None:
+    async with publishing(buffer_batches=2) as engine:
+        directory = MemoryDirectory(fast_clock)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await engine.listened_to()
+            engine.publish(TWO_CHUNKS)
+            for _ in range(5):
+                engine.publish()
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        engine.publish(removed(BLOCKS[3]))
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, 0], "the saved table, and the event since")
+            assert agent.metric("warmroute_degraded_total", reason="gpu_unknown") == 0
+
+
+async def test_a_gap_that_the_engine_cannot_close_leaves_nothing_claimed(tmp_path: Path) -> None:
+    async with publishing(buffer_batches=2) as engine:
+        directory = MemoryDirectory(fast_clock)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await engine.listened_to()
+            engine.publish(TWO_CHUNKS)
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        for _ in range(5):
+            engine.publish()
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await soon(lambda: agent.metric("warmroute_degraded_total", reason="gpu_unknown") == 1, "the gap is seen")
+            await soon(lambda: tiers_of(agent) == [0, 0], "nothing is claimed")
+
+
+async def test_metrics_reach_the_registration_and_sleep_empties_the_gpu_tier(tmp_path: Path) -> None:
+    shown = {"awake": 1}
+
+    async def metrics(_: web.Request) -> web.Response:
+        lines = ["# TYPE vllm:num_requests_running gauge", "vllm:num_requests_running 3"]
+        lines += ["# TYPE vllm:engine_sleep_state gauge"]
+        lines += [f'vllm:engine_sleep_state{{sleep_state="awake"}} {shown["awake"]}']
+        return web.Response(text="\n".join(lines) + "\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with publishing() as engine:
+            with running_agent(tmp_path) as agent, connected(agent.config.door, hello_of(engine, url=url)):
+                await engine.listened_to()
+                engine.publish(TWO_CHUNKS)
+                await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+                await soon(lambda: agent.status()["engines"][0]["running"] == 3, "the load")
+                assert agent.status()["engines"][0]["gpu_is_known"]
+                shown["awake"] = 0
+                await soon(lambda: tiers_of(agent) == [0, 0], "its KV is gone")
+    finally:
+        await runner.cleanup()
+
+
+def test_a_life_is_one_processs() -> None:
+    import os
+
+    assert process_life(os.getpid()) == process_life(os.getpid())
+    assert process_life(os.getpid()) != process_life(os.getppid())
+    assert process_life(2**22 + 1) != process_life(2**22 + 1), "an unknown process is nobody's"

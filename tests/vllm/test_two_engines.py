@@ -1,0 +1,116 @@
+"""Two vLLM engines with an agent each, behind a gateway: requests go where their prefix is, and predictions hold."""
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.directory.conftest import running_valkey
+from tests.vllm.engines import RunningEngine, running_engines
+from tests.vllm.fleet import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    AgentProcess,
+    Answer,
+    GatewayProcess,
+    ask,
+    document,
+)
+from tests.warmroute.fleets import until
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    gateway: GatewayProcess
+    agents: dict[str, AgentProcess]
+    engines: dict[str, RunningEngine]
+
+    def ask(self, messages: list[dict[str, str]], **fields: object) -> Answer:
+        """A request through the gateway, of which the prediction must hold."""
+        answer = ask(self.gateway.url, messages, **{"max_tokens": 12, **fields})
+        off_by = abs(answer.predicted_tokens - answer.cached_tokens)
+        assert off_by <= CHUNK_TOKENS + BLOCK_TOKENS, answer
+        # What the engine holds is announced when its events are; the next turn may come no sooner.
+        self.until_announced(answer)
+        return answer
+
+    def until_announced(self, answer: Answer) -> None:
+        chunks = answer.prompt_tokens // CHUNK_TOKENS
+
+        def is_announced() -> bool:
+            row = self.agents[f"h-{answer.engine}"].engine(answer.engine)
+            return bool(row["gpu_chunks"] >= chunks and not row["pending_keys"])
+
+        until(is_announced, 30, "the prompt's chunks are announced")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("v")
+    with running_valkey() as server:
+        url = server.connection_url
+        agents = {f"h-{name}": AgentProcess(f"h-{name}", folder, url, dram_gb=0.6, nvme_gb=1) for name in ("a", "b")}
+        gateway = GatewayProcess(folder, url)
+        try:
+            with running_engines(folder, {name: agents[f"h-{name}"].door for name in ("a", "b")}) as engines:
+                gateway.until_ready("a", "b")
+                yield Fleet(gateway, agents, engines)
+        finally:
+            for part in (gateway, *agents.values()):
+                part.end()
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def test_four_turns_stay_with_the_engine_that_holds_them_and_predictions_hold(fleet: Fleet) -> None:
+    texts = [document("tides", 70) + " What does sentence 3 say?"]
+    first = fleet.ask(said(*texts))
+    assert (first.cached_tokens, first.predicted_tokens) == (0, 0)
+    for turn in range(3):
+        texts += [first.text, document(f"turn {turn}", 25) + f" And sentence {turn + 5}?"]
+        answer = fleet.ask(said(*texts))
+        assert answer.engine == first.engine
+        assert answer.reason == "prefix"
+        assert answer.cached_tokens >= (answer.prompt_tokens - 400) // CHUNK_TOKENS * CHUNK_TOKENS > 0
+
+
+def test_a_second_reader_of_a_document_goes_to_the_engine_that_holds_it(fleet: Fleet) -> None:
+    for topic in ("lamps", "ferries", "kites"):
+        first = fleet.ask(said(document(topic) + " What does sentence 3 say?"))
+        second = fleet.ask(said(document(topic) + " And who wrote it?"))
+        assert second.engine == first.engine
+        assert second.predicted["gpu"] == second.prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+        assert second.cached_tokens >= second.predicted_tokens
+
+
+def test_readers_of_different_documents_use_both_engines(fleet: Fleet) -> None:
+    engines = {fleet.ask(said(document(f"{uuid.uuid4()}", 30))).engine for _ in range(12)}
+    assert engines == {"a", "b"}
+
+
+def test_a_salt_shares_no_chunk_with_the_unsalted_prompt_or_another_salt(fleet: Fleet) -> None:
+    prompt = said(document("salted herrings") + " What does sentence 3 say?")
+    plain = fleet.ask(prompt)
+    for salt in ("one", "two"):
+        first = fleet.ask(prompt, cache_salt=salt)
+        assert (first.cached_tokens, first.predicted_tokens) == (0, 0)
+        again = fleet.ask(prompt, cache_salt=salt)
+        assert again.engine == first.engine
+        assert again.predicted_tokens >= CHUNK_TOKENS
+        assert again.text == first.text == plain.text
+
+
+def test_a_completions_text_and_token_ids_are_matched_alike(fleet: Fleet) -> None:
+    prompt = document("plain text", 60)
+    first = ask(fleet.gateway.url, prompt, max_tokens=4)
+    fleet.until_announced(first)
+    second = ask(fleet.gateway.url, prompt, max_tokens=4)
+    assert second.engine == first.engine
+    assert second.predicted_tokens == (second.prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    assert second.cached_tokens >= second.predicted_tokens
