@@ -284,8 +284,7 @@ class _Launcher:
         engines.build_package()
 
         def part(engine: str, door: Path) -> tuple[Part, str]:
-            ports = (next(self.ports), next(self.ports), next(self.ports))
-            return engines.part(engine, ports, door, self._log_path(engine))
+            return engines.part(engine, next(self.ports), door, self._log_path(engine))
 
         return part
 

@@ -99,15 +99,6 @@ class RunningEngine:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
 
-def free_ports(count: int) -> list[int]:
-    ports: list[int] = []
-    while len(ports) < count:
-        port = free_port()
-        if port not in ports:
-            ports.append(port)
-    return ports
-
-
 @contextlib.contextmanager
 def running_engines(
     folder: Path,
@@ -124,15 +115,12 @@ def running_engines(
     package.build(plugin)
     try:
         for name, door in doors.items():
-            port, events_port, replay_port = free_ports(3)
             launch = EngineLaunch(
                 command=installation().command,
                 model=(models or {}).get(name, model_folder()),
                 served_model_name=MODEL,
                 name=name,
-                port=port,
-                events_port=events_port,
-                replay_port=replay_port,
+                port=free_port(),
                 scratch=folder,
                 package=plugin if door is not None else None,
                 door=door,

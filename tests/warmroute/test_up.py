@@ -241,6 +241,9 @@ def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
     assert "--engines" in refused(tmp_path, "--engines", "0")
     assert "--demo" in refused(tmp_path, "--exit")
     assert "memory" in refused(tmp_path, "--engines", "1000")
+    assert "memory" in refused(tmp_path, "--engine-kind", "vllm", "--engines", "1000")
+    assert "--no-cache" in refused(tmp_path, "--engine-kind", "vllm", "--no-cache")
+    assert "--engine-kind" in refused(tmp_path, "--engine-kind", "vllm", "--engine", "http://127.0.0.1:1")
     assert "--dram-gb" in refused(tmp_path, "--dram-gb", "0")
 
 

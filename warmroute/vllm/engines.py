@@ -35,17 +35,14 @@ class VllmEngines:
         """Write what the engines import of ours. Raises `OSError`."""
         build(self._package)
 
-    def part(self, name: str, ports: tuple[int, int, int], door: Path, log_path: Path) -> tuple[Part, str]:
-        """An engine, and where it will serve; `ports` are those of HTTP, events and their replay."""
-        port, events_port, replay_port = ports
+    def part(self, name: str, port: int, door: Path, log_path: Path) -> tuple[Part, str]:
+        """An engine, and where it will serve."""
         launch = EngineLaunch(
             command=self.installation.command,
             model=self.installation.model,
             served_model_name=self.model_name,
             name=name,
             port=port,
-            events_port=events_port,
-            replay_port=replay_port,
             scratch=self.folder,
             package=self._package,
             door=door,

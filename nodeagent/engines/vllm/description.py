@@ -52,6 +52,11 @@ def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
         raise SettingsRefused(
             '--kv-events-config must enable events by zmq, such as {"enable_kv_cache_events": true, "publisher": "zmq"}'
         )
+    if not binds(events.endpoint):
+        raise SettingsRefused(
+            f"--kv-events-config: vLLM connects to the endpoint {events.endpoint} and nobody would hear it; "
+            f"it binds to ipc:///FOLDER/NAME, and to tcp://*:PORT"
+        )
     if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0") != "0":
         raise SettingsRefused("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES must be 0: whole hashes name the chunks")
     algorithm = cache.prefix_caching_hash_algo
@@ -116,6 +121,11 @@ def event_source(vllm_config: Any, block_tokens: int) -> KvEventSource:
         block_tokens=block_tokens,
         data_parallel_rank=rank,
     )
+
+
+def binds(endpoint: str) -> bool:
+    """Whether vLLM binds its publisher to an endpoint; to any other it connects (vllm/distributed/kv_events.py)."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def reachable(endpoint: str, rank: int) -> str:

@@ -35,9 +35,10 @@ _ENVIRONMENT = {
 class EngineLaunch:
     """One engine. `command` is vLLM's, `model` a folder that it loads, `name` the engine's in the fleet.
 
-    `scratch` takes its sockets, and must have a short path. `package` is the folder that `package.build` wrote into,
-    `door` the agent's socket: both, or neither for a plain engine. `staging_gb` is in GB (10^9 bytes). `events` are
-    fields of vLLM's event configuration. `flags` come last and so win; `environment` wins as well.
+    `scratch` takes its sockets, which vLLM leaves lying there; its path must be short. `package` is the folder that
+    `package.build` wrote into, `door` the agent's socket: both, or neither for a plain engine. `staging_gb` is in GB
+    (10^9 bytes). `events` are fields of vLLM's event configuration. `flags` come last and so win; `environment` wins
+    as well.
     """
 
     command: Path
@@ -45,8 +46,6 @@ class EngineLaunch:
     served_model_name: str
     name: str
     port: int
-    events_port: int
-    replay_port: int
     scratch: Path
     package: Path | None = None
     door: Path | None = None
@@ -66,13 +65,17 @@ class EngineLaunch:
 
     @property
     def events_endpoint(self) -> str:
-        """Where it publishes its KV events."""
-        return f"tcp://{_BIND}:{self.events_port}"
+        """Where it publishes its KV events.
+
+        vLLM binds to ipc:// and to tcp://*, which is open to the network; to any other address it connects, and would
+        be heard by nobody.
+        """
+        return f"ipc://{self.scratch / self.name}.events"
 
     @property
     def replay_endpoint(self) -> str:
         """Where it repeats them."""
-        return f"tcp://{_BIND}:{self.replay_port}"
+        return f"ipc://{self.scratch / self.name}.replay"
 
     @property
     def engine_id(self) -> str:

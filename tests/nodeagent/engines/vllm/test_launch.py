@@ -14,8 +14,6 @@ LAUNCH = EngineLaunch(
     served_model_name="small",
     name="engine-1",
     port=8101,
-    events_port=8102,
-    replay_port=8103,
     scratch=Path("/s"),
     package=Path("/p"),
     door=Path("/d.sock"),
@@ -57,8 +55,8 @@ def test_events_are_published_and_repeated_with_whole_hashes() -> None:
     for launch in (LAUNCH, PLAIN):
         events = json.loads(option(launch, "--kv-events-config"))
         assert events["enable_kv_cache_events"] is True
-        assert events["endpoint"] == "tcp://127.0.0.1:8102"
-        assert events["replay_endpoint"] == "tcp://127.0.0.1:8103"
+        assert events["endpoint"] == "ipc:///s/engine-1.events"
+        assert events["replay_endpoint"] == "ipc:///s/engine-1.replay"
         assert launch_line(launch).environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] == "0"
 
 

@@ -1,0 +1,81 @@
+"""A launch line that can't be exact is refused at the engine's start, by the name of its flag."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nodeagent.engines.vllm.description import check_launch
+from nodeagent.engines.vllm.launch import BLOCK_TOKENS, EngineLaunch, launch_line
+from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
+
+SETTINGS = EngineSettings("/d.sock", "e", "http://127.0.0.1:1")
+
+
+def configured(**changes: Any) -> Any:
+    """vLLM's configuration, as far as it is checked; `changes` are `section__field`."""
+    sections: dict[str, dict[str, Any]] = {
+        "transfer": {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"},
+        "events": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"},
+        "cache": {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256", "block_size": 32},
+    }
+    for name, value in changes.items():
+        section, field = name.split("__")
+        sections[section][field] = value
+    made = {name: SimpleNamespace(**fields) for name, fields in sections.items()}
+    return SimpleNamespace(
+        kv_transfer_config=made["transfer"], kv_events_config=made["events"], cache_config=made["cache"]
+    )
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://[::]:5557", "ipc:///run/e.events"])
+def test_a_publisher_that_binds_is_accepted(endpoint: str) -> None:
+    check_launch(configured(events__endpoint=endpoint), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"transfer__kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
+        ({"transfer__kv_role": "kv_producer"}, "kv_role"),
+        ({"cache__enable_prefix_caching": False}, "prefix caching"),
+        ({"events__enable_kv_cache_events": False}, "--kv-events-config"),
+        ({"events__endpoint": "tcp://127.0.0.1:5557"}, "nobody would hear it"),
+        ({"cache__prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
+        ({"cache__block_size": 96}, "--block-size 96"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_exact_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsRefused, match=named):
+        check_launch(configured(**changes), SETTINGS)
+
+
+def test_hashes_of_64_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    with pytest.raises(SettingsRefused, match="VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES must be 0"):
+        check_launch(configured(), SETTINGS)
+
+
+def test_our_own_launch_line_is_accepted() -> None:
+    launch = EngineLaunch(Path("/v"), Path("/m"), "m", "e", 1, Path("/s"), Path("/p"), Path("/d.sock"))
+    words = launch_line(launch).arguments
+    events = json.loads(words[words.index("--kv-events-config") + 1])
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    check_launch(
+        configured(
+            events__endpoint=events["endpoint"],
+            transfer__kv_role=transfer["kv_role"],
+            transfer__kv_load_failure_policy=transfer["kv_load_failure_policy"],
+            cache__block_size=BLOCK_TOKENS,
+        ),
+        SETTINGS,
+    )
