@@ -127,14 +127,18 @@ class RedisDirectory:
         sent_at = self._clock()
         keys = (schema.REGISTRATIONS_KEY, schema.VERSIONS_KEY)
         call = self._call_function(schema.MEMBERS, keys, (schema.REMEMBERED_MS, schema.VERSION), verb="FCALL_RO")
-        other_version, rows = await self._within(call)
-        if other_version:
-            raise SchemaMismatch(
-                f"the fleet on this server registers under schema {other_version.decode(errors='replace')}, "
-                f"and this reader knows {schema.VERSION} only"
-            )
-        elapsed_s = self._clock() - sent_at
-        return self._readable(rows, elapsed_s)
+        reply = await self._within(call)
+        with map_redis_errors():
+            other_version, rows = reply
+            if not isinstance(other_version, bytes | None):
+                raise TypeError("no version")
+            if other_version:
+                raise SchemaMismatch(
+                    f"the fleet on this server registers under schema {other_version.decode(errors='replace')}, "
+                    f"and this reader knows {schema.VERSION} only"
+                )
+            elapsed_s = self._clock() - sent_at
+            return self._readable(rows, elapsed_s)
 
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
@@ -150,8 +154,10 @@ class RedisDirectory:
         """See `DirectoryWriter`."""
         args = (incarnation, encode_load(load), _ms(term_s), schema.REMEMBERED_MS)
         call = self._call_function(schema.RENEW, (schema.REGISTRATIONS_KEY,), args)
-        known, lapsed_ms = await self._within(call)
-        return Renewal(known=bool(known), lapsed_s=lapsed_ms / 1000)
+        reply = await self._within(call)
+        with map_redis_errors():
+            known, lapsed_ms = reply
+            return Renewal(known=bool(known), lapsed_s=lapsed_ms / 1000)
 
     async def retire(self, incarnation: bytes) -> None:
         """See `DirectoryWriter`."""
@@ -182,11 +188,18 @@ class RedisDirectory:
             b"".join(batch.known or ()),
             batch.acknowledged,
         )
-        held: int = await self._within(self._call_function(function, keys, args))
-        return held
+        held = await self._within(self._call_function(function, keys, args))
+        with map_redis_errors():
+            if not isinstance(held, int):
+                raise TypeError("no number")
+            return held
 
     async def _records_of(self, keys: Sequence[bytes]) -> list[bytes]:
         values = await self._execute("MGET", *map(schema.record_key, keys))
+        if not isinstance(values, list) or len(values) != len(keys):
+            raise TypeError("no list of records")
+        if not all(value is None or isinstance(value, bytes) for value in values):
+            raise TypeError("no records")
         return [value or b"" for value in values]
 
     async def _call_function(
@@ -262,7 +275,7 @@ def map_redis_errors() -> Iterator[None]:
         if message.startswith("WRONGTYPE"):
             raise SchemaMismatch(f"a key holds something of another schema: {message}") from error
         raise DirectoryError(f"the server refused a call: {message}") from error
-    except RedisError as error:
+    except (RedisError, TypeError, ValueError, AttributeError) as error:
         raise DirectoryError(f"the server answered with something unexpected: {error}") from error
 
 

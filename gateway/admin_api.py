@@ -12,6 +12,7 @@ from gateway.encoding.encoder import Encoders
 from gateway.errors import BodyTooLarge, GatewayError
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
+from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
@@ -21,6 +22,7 @@ from gateway.routing.query import RoutingDecision, Score
 def create_admin_api(
     completion: Completion,
     fleet: Fleet,
+    lookup: ChunkLookup,
     encoders: Encoders,
     ledger: Ledger,
     metrics: GatewayMetrics,
@@ -51,12 +53,14 @@ def create_admin_api(
 
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        """Hosts and engines: state, tiers, what is booked, and how exactly each is encoded."""
-        table = fleet.table
+        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded; and how fresh that is."""
+        table, age_s = fleet.table, fleet.table_age_s()
         return {
             "directory": fleet.directory_state,
+            "directory_age_seconds": None if age_s is None else round(age_s, 1),
+            "lookups": lookup.state,
             "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-            "engines": [_engine_row(view, ledger, encoders) for _, view in sorted(table.engines.items())],
+            "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in sorted(table.engines.items())],
         }
 
     @api.post("/route/explain")
@@ -126,8 +130,9 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
     }
 
 
-def _engine_row(view: EngineView, ledger: Ledger, encoders: Encoders) -> dict[str, Any]:
+def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encoders) -> dict[str, Any]:
     registration = view.registration
+    is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
     row: dict[str, Any] = {
         "engine": view.engine,
         "host": registration.host if registration else None,
@@ -135,7 +140,7 @@ def _engine_row(view: EngineView, ledger: Ledger, encoders: Encoders) -> dict[st
         "state": view.state,
         "models": list(view.models),
         "encoding": encoders.state(registration) if registration else "no agent",
-        "placements": "believed" if view.reach.own or view.reach.host else "not believed",
+        "placements": "believed" if is_believed else "not believed",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),
         "flops": view.rates.flops if view.rates else None,

@@ -69,10 +69,9 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         lookup, prefetcher = ChunkLookup(directory, clock), Prefetcher(control)
         completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
-        admin = _server(
-            create_admin_api(completion, fleet, encoders, ledger, metrics, stop.is_set, config.limits.body_bytes_max),
-            1.0,
-        )
+        limit = config.limits.body_bytes_max
+        admin_app = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, stop.is_set, limit)
+        admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:

@@ -109,10 +109,15 @@ class Fleet:
         self.models_seen: set[str] = set()
         self._believed: frozenset[bytes] = frozenset()
         self._believed_until = float("-inf")
+        self._read_at: float | None = None
 
     def is_directory_known(self) -> bool:
         """Whether placements may be believed at all."""
         return self._clock() < self._believed_until
+
+    def table_age_s(self) -> float | None:
+        """Seconds since the poll that the table comes from was sent; `None` before the first."""
+        return None if self._read_at is None else self._clock() - self._read_at
 
     def note_failure(self, engine: str) -> None:
         """An engine refused or dropped a connection: it isn't chosen again until a health check passes."""
@@ -149,6 +154,7 @@ class Fleet:
                 logger.warning("the directory's table can't be read, keeping the last: %s", error)
             self.directory_state = f"unavailable: {error}"
             return
+        self._read_at = sent_at
         self._believe(members, sent_at)
         incumbents = {engine: view.url for engine, view in self.table.engines.items()}
         incumbents |= {host: _place(member) for host, member in self.table.hosts.items()}

@@ -76,6 +76,14 @@ class ChunkLookup:
         self._failures = 0
         self._paused_until = float("-inf")
 
+    @property
+    def state(self) -> str:
+        """In plain words, for `/fleet`: `ok`, or how many lookups in a row had no answer in time."""
+        if not self._failures:
+            return "ok"
+        pause = ", none is tried for a moment" if self._clock() < self._paused_until else ""
+        return f"{self._failures} in a row had no answer in time{pause}"
+
     async def find(self, chains: Sequence[ChunkChain], deadline_s: float) -> Holders:
         """Every engine's matched prefix over its chain's keys."""
         asked = [chain for chain in chains if chain.keys]

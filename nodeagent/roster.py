@@ -90,8 +90,7 @@ class AttachedEngine:
 
     def note_read(self, read_bytes: int, read_s: float) -> None:
         """Correct the rate of its host's DRAM by a read it has made."""
-        if read_bytes and 0 < read_s < math.inf:
-            seen = read_bytes / read_s
+        if read_bytes and 0 < read_s < math.inf and (seen := read_bytes / read_s) < math.inf:
             self.dram_bytes_per_s += READ_RATE_WEIGHT * (seen - self.dram_bytes_per_s)
 
     def note_load(self, report: LoadReport) -> None:

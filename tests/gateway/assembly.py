@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
 import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
-from directory.interface import Batch
+from directory.interface import Batch, DirectoryReader, DirectoryWriter
 from directory.members import draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
@@ -61,7 +61,7 @@ class TestGateway:
     fleet: Fleet
     ledger: Ledger
     metrics: GatewayMetrics
-    directory: MemoryDirectory
+    directory: DirectoryWriter
     admin: object
     lives: dict[str, bytes]
 
@@ -83,10 +83,17 @@ async def gateway_for(
     body_bytes_max: int = 2**20,
     body_timeout_s: float = 5.0,
     static: Sequence[EngineConfig] = (),
+    clock: Callable[[], float] = time.monotonic,
+    writer: DirectoryWriter | None = None,
+    reader: DirectoryReader | None = None,
 ) -> AsyncIterator[TestGateway]:
-    """A gateway that serves `engines`, each on a host of its own."""
-    clock = time.monotonic
-    directory = MemoryDirectory(clock)
+    """A gateway that serves `engines`, each on a host of its own.
+
+    The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'.
+    """
+    memory = MemoryDirectory(clock)
+    directory = writer or memory
+    seen = reader or memory
     lives = {}
     for engine in engines:
         host = f"host-{engine.name}"
@@ -100,10 +107,10 @@ async def gateway_for(
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
         stack.callback(encoders.close)
-        fleet = Fleet(directory, HealthCheck(control), clock, static=config.engines)
+        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines)
         ledger, metrics = Ledger(clock), GatewayMetrics()
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
-        lookup = ChunkLookup(directory, clock)
+        lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
@@ -111,7 +118,7 @@ async def gateway_for(
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(completion, fleet, encoders, ledger, metrics, lambda: False, body_bytes_max)
+        admin = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, lambda: False, body_bytes_max)
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 

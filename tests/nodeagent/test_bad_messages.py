@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from directory.members import decode_load, encode_load
 from nodeagent.client import PutResult
 from nodeagent.errors import DoorProtocolError
 from nodeagent.messages import (
@@ -28,6 +29,7 @@ from nodeagent.messages import (
     decode_hello,
     preamble,
 )
+from nodeagent.roster import AttachedEngine
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     CLIENT,
@@ -111,6 +113,17 @@ def test_an_odd_value_costs_its_connection_at_most(agent, caplog, message: Clien
     with connected(agent.config.door, make_hello("witness")) as client:
         assert client.put(label("w"), payload("w"), WAIT_S) in (PutResult.STORED, PutResult.ALREADY)
     agent.status()
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "read_s"), [(2**63 - 1, 5e-324), (1, math.inf), (1, math.nan), (0, 1.0), (1, 0.0)]
+)
+def test_a_read_beyond_reason_does_not_spoil_a_rate_for_good(read_bytes: int, read_s: float):
+    engine = AttachedEngine("e", None, None, 1e9, b"")  # type: ignore[arg-type]
+    engine.note_read(read_bytes, read_s)
+    engine.note_read(10**9, 1.0)
+    assert 0 < engine.dram_bytes_per_s < 1e11
+    assert decode_load(encode_load(engine.load())) == engine.load()
 
 
 def test_every_odd_value_in_a_hello_is_refused_with_a_reason_or_taken(agent, caplog):

@@ -4,6 +4,7 @@ So any order of events can be tried, and the same order again gives the same out
 """
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -31,7 +32,7 @@ LENGTH = PAGE_BYTES
 FILE_BYTES = file_bytes(LENGTH)
 SLOTS = 4
 FILES = 6
-TURNS = 40
+TURNS = 20
 """How often all tasks get their turn: longer than any chain of awaits here."""
 LONG_S = 10.0
 NO_TIME_S = 1e-9
@@ -197,7 +198,7 @@ class Host:
         return Path(self.store._place(name_of(storage_key(name))))
 
     def files(self) -> list[Path]:
-        return [path for path in Path(self.folder).rglob("*") if len(path.name) == 64]
+        return [Path(top, name) for top, _, names in os.walk(self.folder) for name in names if len(name) == 64]
 
     def is_good_on_disk(self, name: str) -> bool:
         found = self.nvme.index.get(storage_key(name)) is not None
@@ -216,8 +217,9 @@ class Host:
     async def rest(self) -> None:
         """Let everything that is under way end."""
         self.do_jobs(inline=True)
-        while self.opens or self.promotion.loads or self.promotion._hints or self.nvme.queued_writes:
+        while self.opens or self.promotion.loads or self.promotion._hints or self.nvme._writes or self.nvme._doomed:
             await self.turn()
+        await self.turn()
         await self.turn()
         self.do_jobs(inline=False)
 

@@ -1,0 +1,126 @@
+"""A server that answers with anything at all: every call ends in time, with the directory's own errors only."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from directory.costs import ModelShape
+from directory.errors import DirectoryError
+from directory.identity import Identity
+from directory.interface import Batch
+from directory.members import EngineRegistration, Load
+from directory.placements import partition_of
+from directory.redis_directory import RedisDirectory
+
+KEY = b"k" * 16
+LIFE = b"l" * 8
+ENGINE = EngineRegistration(
+    "e", "h", "http://e:1", ("m",), Identity("m", "w", "t", "f", "l"), ModelShape(1e6, 2, 8, 32), 16, 128
+)
+
+
+class StrangeServer:
+    """Answers each command with `reply`."""
+
+    def __init__(self) -> None:
+        self.reply = b""
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            while await reader.read(65_536):
+                writer.write(self.reply)
+                await writer.drain()
+        writer.transport.abort()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def server(runner: asyncio.Runner) -> Iterator[tuple[StrangeServer, int]]:
+    strange = StrangeServer()
+
+    async def begin() -> asyncio.Server:
+        return await asyncio.start_server(strange.attend, "127.0.0.1", 0)
+
+    async def end() -> None:
+        listening.close()
+        for task in list(strange.tasks):
+            task.cancel()
+        await asyncio.gather(*strange.tasks, return_exceptions=True)
+        await listening.wait_closed()
+
+    listening = runner.run(begin())
+    yield strange, listening.sockets[0].getsockname()[1]
+    runner.run(end())
+
+
+simple = st.one_of(
+    st.just(b"$-1\r\n"),
+    st.just(b"*-1\r\n"),
+    st.integers(-(2**63), 2**63 - 1).map(lambda number: b":%d\r\n" % number),
+    st.binary(max_size=40).map(lambda data: b"$%d\r\n%s\r\n" % (len(data), data)),
+    st.sampled_from(
+        [b"+OK\r\n", b"+\xff\xfe\r\n", b"-ERR no\r\n", b"-\xff\r\n", b"-LOADING x\r\n", b"-MOVED 1 x:1\r\n"]
+    ),
+)
+replies = st.recursive(
+    simple,
+    lambda inner: st.lists(inner, max_size=5).map(lambda each: b"*%d\r\n%s" % (len(each), b"".join(each))),
+    max_leaves=12,
+)
+GARBAGE = st.binary(min_size=1, max_size=60).map(lambda data: b"!" + data + b"\r\n\r\n")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+@example(b"+OK\r\n")
+@example(b"*1\r\n$9\r\n12345678\x07\r\n")
+@example(b"*2\r\n:0\r\n*1\r\n*5\r\n$8\r\nllllllll\r\n:1\r\n:2\r\n$1\r\nx\r\n:0\r\n")
+@given(replies | GARBAGE)
+def test_any_reply_is_an_answer_or_a_directory_error(
+    runner: asyncio.Runner, server: tuple[StrangeServer, int], reply: bytes
+) -> None:
+    async def check() -> None:
+        strange, port = server
+        strange.reply = reply
+        directory = RedisDirectory.connect(f"redis://127.0.0.1:{port}")
+        batch = Batch(LIFE, partition_of(KEY), 1, ((KEY, 1),), 60.0)
+        gone = Batch(LIFE, partition_of(KEY), 1, ((KEY, 0),), 60.0)
+        calls = [
+            lambda: directory.lookup([KEY], 1.0),
+            lambda: directory.lookup([KEY] * 300, 1.0),
+            lambda: directory.members(),
+            lambda: directory.register(LIFE, ENGINE, Load()),
+            lambda: directory.renew(LIFE, Load()),
+            lambda: directory.retire(LIFE),
+            lambda: directory.place(batch),
+            lambda: directory.withdraw(gone),
+        ]
+        try:
+            for number, call in enumerate(calls):
+                try:
+                    found = await asyncio.wait_for(call(), 5)
+                except DirectoryError:
+                    continue
+                if number < 2:
+                    assert all(record is None or isinstance(record, bytes) for record in found.records)
+                    assert len(found.records) == (1, 300)[number]
+                if number >= 6:
+                    assert isinstance(found, int)
+        finally:
+            await directory.aclose()
+
+    runner.run(check())
