@@ -157,22 +157,7 @@ class Agent:
             self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
         nvme_loops = self._add_nvme(group, host, withdrawn)
-        self._follower = VllmFollower(
-            self._config.state, tier.labels, _BothTiers(tier, self._lower), self._metrics, sleep=self._sleep
-        )
-        roster = self._roster = Roster(
-            self._config.host,
-            self._directory,
-            table,
-            self._files,
-            group,
-            clock=self._clock,
-            sleep=self._sleep,
-            metrics=self._metrics,
-            walk_interval_s=self._config.directory.walk_interval_s,
-            nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
-            follow=self._follower,
-        )
+        roster = self._roster = self._make_roster(group, table)
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
@@ -182,17 +167,7 @@ class Agent:
             lambda peer: Session(peer, life, processes, roster, tier, self._lower, self._metrics),
         )
         door.open()
-        http = HttpServer(
-            create_api(
-                self._files,
-                self._metrics.registry,
-                lambda: self._is_ready,
-                self.status,
-                self._lower.prefetch,
-                partial(reset_prefix_cache, roster, self._follower),
-            ),
-            listener,
-        )
+        http = self._http(listener)
         loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
@@ -214,6 +189,35 @@ class Agent:
             await tier.close()
             http.should_exit = True
             await asyncio.wait([web])
+
+    def _make_roster(self, group: asyncio.TaskGroup, table: FleetTable) -> Roster:
+        self._follower = VllmFollower(
+            self._config.state, self._tier.labels, _BothTiers(self._tier, self._lower), self._metrics, sleep=self._sleep
+        )
+        return Roster(
+            self._config.host,
+            self._directory,
+            table,
+            self._files,
+            group,
+            clock=self._clock,
+            sleep=self._sleep,
+            metrics=self._metrics,
+            walk_interval_s=self._config.directory.walk_interval_s,
+            nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
+            follow=self._follower,
+        )
+
+    def _http(self, listener: socket.socket) -> HttpServer:
+        api = create_api(
+            self._files,
+            self._metrics.registry,
+            lambda: self._is_ready,
+            self.status,
+            self._lower.prefetch,
+            partial(reset_prefix_cache, self._roster, self._follower),
+        )
+        return HttpServer(api, listener)
 
     def _add_nvme(self, group: asyncio.TaskGroup, host: Publisher, withdrawn: Withdrawn) -> list[asyncio.Task[None]]:
         """The tier behind DRAM, if there is one; returns the loops that may be cancelled at any moment."""
