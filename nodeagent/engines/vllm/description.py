@@ -35,6 +35,7 @@ class KvLayout:
     kv_bytes_per_token: int
     name: str
     dtype: str
+    staging_path: str | None = None
 
 
 def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
@@ -106,11 +107,11 @@ def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout
         tokenizer_files=files,
         flops=settings.flops or (CPU_FLOPS if is_cpu else GPU_FLOPS),
         renderer="vllm",
-        events=event_source(vllm_config, layout.block_tokens),
+        events=event_source(vllm_config, layout),
     )
 
 
-def event_source(vllm_config: Any, block_tokens: int) -> KvEventSource:
+def event_source(vllm_config: Any, layout: KvLayout) -> KvEventSource:
     """Where the agent, on the same host, hears this rank's KV events: a rank's port is the base's plus the rank."""
     events, rank = vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_index
     replay = events.replay_endpoint
@@ -118,8 +119,9 @@ def event_source(vllm_config: Any, block_tokens: int) -> KvEventSource:
         endpoint=reachable(events.endpoint, rank),
         replay_endpoint=reachable(replay, rank) if replay else None,
         topic=events.topic,
-        block_tokens=block_tokens,
+        block_tokens=layout.block_tokens,
         data_parallel_rank=rank,
+        staging_path=layout.staging_path,
     )
 
 

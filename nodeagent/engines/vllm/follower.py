@@ -19,6 +19,7 @@ from directory.chunks import foreign_storage_key
 from nodeagent.engines.vllm.engine_metrics import METRICS_BYTES_MAX, MetricsUnreadable, PrefillRate, read_metrics
 from nodeagent.engines.vllm.gpu_table import GpuChanges, GpuTable
 from nodeagent.engines.vllm.saved_table import SavedTable, load_table
+from nodeagent.engines.vllm.staging_file import remove_staging_file
 from nodeagent.engines.vllm.subscriber import EventSource, GpuUnknown, KvEventSubscriber
 from nodeagent.label_book import LabelBook, Labelled
 from nodeagent.labels import ChunkLabel
@@ -81,6 +82,8 @@ class VllmFollower:
             if self._subscribers.get(engine.name) is subscriber:
                 del self._subscribers[engine.name]
             context.destroy(linger=0)
+            if engine.process.is_gone and source.staging_path is not None:
+                remove_staging_file(source.staging_path)
 
     def is_known(self, engine: str) -> bool:
         """Whether all that this engine's GPU holds is known."""

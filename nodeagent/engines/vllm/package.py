@@ -24,6 +24,7 @@ VLLM = (
     "offloading_spec",
     "secondary_tier",
     "settings",
+    "staging_file",
 )
 ENTRY = f'''"""What a launch line of vLLM names."""
 

@@ -22,6 +22,7 @@ from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, Fin
 from nodeagent.engines.vllm.connector import ADAPTER_REQUESTS, description
 from nodeagent.engines.vllm.description import KvLayout, describe_engine, seconds_per_chunk
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
+from nodeagent.engines.vllm.staging_file import staging_path
 
 KV_FORMAT = 1
 """Raised when the order of a row's bytes changes for a reason of ours."""
@@ -180,6 +181,7 @@ def kv_layout(vllm_config: Any, spec: Any) -> KvLayout:
         kv_bytes_per_token=max(1, chunk_bytes // settings.chunk_tokens),
         name=";".join(parts),
         dtype=str(config.model.dtype).removeprefix("torch."),
+        staging_path=staging_path(config.engine_id),
     )
 
 
