@@ -42,10 +42,8 @@ class Host:
         """The directory keys that the engine's living incarnations hold in `gpu`, by the records themselves."""
         lives = {bytes.fromhex(each) for each in self.agent.engine("one")["incarnations"]}
         with redis.Redis.from_url(self.redis_url) as server:
-            keys = [
-                each for each in server.scan_iter(count=1_000) if len(each) > DIRECTORY_KEY_BYTES and b"#" not in each
-            ]
-            records = {key.split(b":", 3)[-1]: server.get(key) for key in keys if len(key.split(b":", 3)[-1]) == 16}
+            named = {key.split(b":", 3)[-1]: key for key in server.scan_iter(count=1_000)}
+            records = {key: server.get(name) for key, name in named.items() if len(key) == DIRECTORY_KEY_BYTES}
         return {
             key
             for key, record in records.items()
