@@ -115,4 +115,4 @@ class AgentConfig(Section):
     directory: AgentDirectoryConfig = AgentDirectoryConfig()
     dram: DramConfig = DramConfig()
     nvme: NvmeConfig = NvmeConfig()
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug to error.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug to error.")
