@@ -99,6 +99,7 @@ def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any
         "prompt_tokens": encoding.prompt_tokens,
         "encoding": "exact" if encoding.tokens is not None else f"estimated: {encoding.reason}",
         "directory": prepared.holders.degraded or "ok",
+        "directory_keys": [key.hex() for key in prepared.keys],
         "candidates": [_score_row(score) for score in decision.ranked],
     }
 

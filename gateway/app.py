@@ -80,6 +80,8 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),
             ]
+            listen = config.listen
+            logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
             ready()
             await stop.wait()
             data.should_exit = True

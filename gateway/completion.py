@@ -75,12 +75,13 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that routing needs, however many attempts it takes."""
+    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named."""
 
     encoding: Encoding
     affinity: bytes
     holders: Holders
     without_placements: str = ""
+    keys: tuple[bytes, ...] = ()
 
 
 class Completion:
@@ -171,7 +172,8 @@ class Completion:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
         affinity = first_key or hashlib.sha256(encoding.tokens).digest()
-        return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable")
+        keys = chains[0].keys if chains else ()
+        return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable", keys)
 
     async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
         for view in views:

@@ -6,7 +6,7 @@ comes from (file, `WARMROUTE_*` variables, flags) is none of this module's busin
 
 import os
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -21,6 +21,10 @@ class Section(BaseModel):
     """A part of the configuration: unknown keys are refused, values never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def in_force(self) -> dict[str, Any]:
+        """Fields whose value in force follows from others, where they were left out."""
+        return {}
 
 
 class ListenConfig(Section):
@@ -44,6 +48,10 @@ class ListenConfig(Section):
     def admin(self) -> int:
         """The admin port in force."""
         return self.port + 1 if self.admin_port is None else self.admin_port
+
+    def in_force(self) -> dict[str, Any]:
+        """See `Section`."""
+        return {"admin_port": self.admin}
 
 
 class DirectoryConfig(Section):
@@ -97,6 +105,10 @@ class EngineConfig(Section):
         """Its name."""
         return self.name or self.url.partition("://")[2]
 
+    def in_force(self) -> dict[str, Any]:
+        """See `Section`."""
+        return {"name": self.engine}
+
 
 class GatewayConfig(Section):
     """One gateway."""
@@ -109,7 +121,7 @@ class GatewayConfig(Section):
     files_folder: Path = Field(
         default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."
     )
-    log_level: str = Field("warning", pattern="^(debug|info|warning|error)$", description="debug to error.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug to error.")
 
     @field_validator("engines")
     @classmethod

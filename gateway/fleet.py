@@ -150,7 +150,7 @@ class Fleet:
         try:
             members = await self._directory.members()
         except DirectoryError as error:
-            if self.directory_state == "ok":
+            if not self.directory_state.startswith("unavailable"):
                 logger.warning("the directory's table can't be read, keeping the last: %s", error)
             self.directory_state = f"unavailable: {error}"
             return
@@ -174,6 +174,8 @@ class Fleet:
         for engine, health in found.items():
             view = engines.get(engine)
             if view is not None and view.url == asked[engine]:
+                if health.state != view.state:
+                    logger.info("engine %s at %s: %s", engine, view.url, health.state)
                 models = view.models if view.registration else health.models or view.models
                 engines[engine] = replace(view, state=health.state, models=models)
         self._publish(engines, self.table.hosts)

@@ -74,13 +74,14 @@ class ChunkLookup:
     def __init__(self, directory: DirectoryReader, clock: Callable[[], float]) -> None:
         self._directory, self._clock = directory, clock
         self._failures = 0
+        self._has_answered = False
         self._paused_until = float("-inf")
 
     @property
     def state(self) -> str:
-        """In plain words, for `/fleet`: `ok`, or how many lookups in a row had no answer in time."""
+        """In plain words, for `/fleet`: `ok`, `none yet`, or how many lookups in a row had no answer in time."""
         if not self._failures:
-            return "ok"
+            return "ok" if self._has_answered else "none yet"
         pause = ", none is tried for a moment" if self._clock() < self._paused_until else ""
         return f"{self._failures} in a row had no answer in time{pause}"
 
@@ -99,7 +100,7 @@ class ChunkLookup:
                 self._paused_until = self._clock() + PAUSE_S
             logger.debug("lookup failed: %s", error)
             return Holders(is_known=False, degraded="directory_unavailable")
-        self._failures = 0
+        self._failures, self._has_answered = 0, True
         matches: dict[str, PrefixMatch] = {}
         for chain, found in zip(asked, answers, strict=True):
             matches |= matched_prefixes(found.records, [view.reach for view in chain.engines])

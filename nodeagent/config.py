@@ -118,7 +118,7 @@ class AgentConfig(Section):
     state_folder: Path | None = Field(
         None, description="Folder for what is known of engines' GPUs across restarts; the door's path and .state."
     )
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug to error.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug to error.")
 
     @property
     def state(self) -> Path:

@@ -53,7 +53,8 @@ class Door:
             listener.setblocking(False)
         except OSError as error:
             listener.close()
-            raise DoorUnavailable(f"the door can't be opened at {self._path}: {error.strerror}") from error
+            hint = "; create its folder, or name another place with door" if error.errno == errno.ENOENT else ""
+            raise DoorUnavailable(f"the door can't be opened at {self._path}: {error.strerror}{hint}") from error
         except DoorUnavailable:
             listener.close()
             raise

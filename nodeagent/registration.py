@@ -44,12 +44,19 @@ class FleetTable:
         self._polled_at = sent_at
 
     async def run(self) -> None:
-        """Poll until cancelled; failures are counted and tried again."""
+        """Poll until cancelled; failures are counted and tried again, and told once."""
+        is_reachable = True
         while True:
             try:
                 await self.poll()
-            except DirectoryError:
+                if not is_reachable:
+                    is_reachable = True
+                    logger.info("the directory answers again")
+            except DirectoryError as error:
                 self._metrics.directory_errors.labels("members").inc()
+                if is_reachable:
+                    is_reachable = False
+                    logger.warning("the directory doesn't answer; serving on, and trying again: %s", error)
             except Exception:  # the edge of the loop: without a table batches only don't prune
                 logger.exception("reading the fleet's table met a fault")
             await self._sleep(RENEW_INTERVAL_S)
@@ -112,7 +119,7 @@ class Lives:
                 continue
             if not self._is_reachable:
                 self._is_reachable = True
-                logger.info("the directory answers again")
+                logger.debug("lives are renewed again")
             if incarnation not in self._incarnations:
                 continue
             if not renewal.known:
@@ -135,4 +142,4 @@ class Lives:
         if self._is_reachable:
             self._is_reachable = False
             self._metrics.degraded.labels("directory").inc()
-            logger.warning("the directory doesn't answer; serving on, and trying again: %s", error)
+            logger.debug("a life can't be renewed: %s", error)

@@ -45,7 +45,8 @@ def run_command(options: argparse.Namespace) -> int:
         logging.basicConfig(
             level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
         )
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each look at an engine's metrics
+        for library in ("httpx", "uvicorn.error"):
+            logging.getLogger(library).setLevel(logging.WARNING)
         asyncio.run(run(config))
     except (ConfigurationError, AgentError, DirectoryError) as error:
         return _refuse(error)

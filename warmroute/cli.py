@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         parser = argparse.ArgumentParser(prog="warmroute directory")
         directory_command.add_arguments(parser)
-        return directory_command.run_command(parser.parse_args(given[1:]))
+        return directory_command.run_command(parser.parse_intermixed_args(given[1:]))
     if given[:1] == ["agent"]:
         from warmroute import agent_command
 

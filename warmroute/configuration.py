@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 from urllib.parse import urlsplit, urlunsplit
 
 import yaml
@@ -19,6 +19,15 @@ from pydantic.fields import FieldInfo
 PREFIX = "WARMROUTE_"
 MASK = "***"
 Config = TypeVar("Config", bound=BaseModel)
+
+
+@runtime_checkable
+class Derived(Protocol):
+    """A section of which some values follow from others."""
+
+    def in_force(self) -> dict[str, Any]:
+        """Those values, by field."""
+        ...
 
 
 class ConfigurationError(Exception):
@@ -57,10 +66,16 @@ def effective(config: BaseModel) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} can't be read: {error}") from None
     try:
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigurationError(f"{path}{place}: {error.problem or 'not valid YAML'}") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from None
     if values is None:
@@ -103,8 +118,28 @@ def _sentence(error: Any, known: Mapping[str, FieldInfo]) -> str:
     if error["type"] == "extra_forbidden":
         plain = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
         return f"the key {path} is not known{_nearest(plain, known.keys())}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {message}" if path else str(message)
+    message = _in_plain_words(error)
+    return f"{path}: {message}" if path else message
+
+
+_KINDS = {
+    "missing": "must be given",
+    "tuple_type": "must be a list; in a variable, JSON such as [...]",
+    "list_type": "must be a list; in a variable, JSON such as [...]",
+    "model_type": "must hold keys and values",
+    "model_attributes_type": "must hold keys and values",
+    "dict_type": "must hold keys and values",
+    "string_type": "must be a text",
+}
+
+
+def _in_plain_words(error: Any) -> str:
+    """What is wrong, as somebody who writes YAML would say it."""
+    if error["type"] in _KINDS:
+        return _KINDS[error["type"]]
+    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
+    given = error["input"]
+    return f"{message}, not {given}" if isinstance(given, int | float) and message.startswith("must be") else message
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -114,7 +149,8 @@ def _nearest(name: str, known: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
-        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+        derived = value.in_force() if isinstance(value, Derived) else {}
+        return {name: _plain(derived.get(name, getattr(value, name))) for name in type(value).model_fields}
     if isinstance(value, SecretStr):
         return _masked(value.get_secret_value())
     if isinstance(value, tuple | list):

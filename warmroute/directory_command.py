@@ -22,6 +22,7 @@ from warmroute.configuration import ConfigurationError, effective, load
 
 LOOKUP_DEADLINE_S = 2.0
 KEYS_MAX = 4096
+QUESTIONS = ("hosts", "lookup")
 
 
 class DirectoryCommandConfig(Section):
@@ -33,8 +34,12 @@ class DirectoryCommandConfig(Section):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.description = "Ask the directory who is in the fleet, or who holds chunks."
-    parser.add_argument("question", choices=("hosts", "lookup"), nargs="?", default="hosts")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="directory keys in hex for lookup; else on stdin")
+    parser.add_argument(
+        "question", choices=QUESTIONS, nargs="?", default="hosts", help="hosts: who is in the fleet; lookup: who holds"
+    )
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY", help="directory keys for lookup, 32 hex digits each; else on stdin"
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
     parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
@@ -48,6 +53,8 @@ def run_command(options: argparse.Namespace) -> int:
         if options.check:
             print(effective(config), end="")
             return 0
+        if options.keys and options.question != "lookup":
+            raise ValueError(f"keys are for lookup: {options.question} takes none, not {options.keys[0]!r}")
         keys = _read_keys(options.keys) if options.question == "lookup" else []
         rows = asyncio.run(_ask(config.directory.url.get_secret_value(), keys, options.question))
     except (ConfigurationError, DirectoryError, ValueError) as error:
@@ -61,6 +68,8 @@ def _read_keys(given: list[str]) -> list[bytes]:
     texts = given or sys.stdin.read().split()
     if len(texts) > KEYS_MAX:
         raise ValueError(f"at most {KEYS_MAX} keys can be asked for at once, not {len(texts)}")
+    if not texts:
+        raise ValueError(f"lookup needs directory keys, {2 * DIRECTORY_KEY_BYTES} hex digits each")
     keys = []
     for text in texts:
         try:

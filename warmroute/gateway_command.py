@@ -36,6 +36,8 @@ def run_command(options: argparse.Namespace) -> int:
             print(effective(config), end="")
             return 0
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        for library in ("httpx", "uvicorn.error"):  # a line for each health check, and two for each server
+            logging.getLogger(library).setLevel(logging.WARNING)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(config))
     except (ConfigurationError, PortTaken, DirectoryError) as error:

@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 import redis.asyncio
 import redis.exceptions
+from pydantic import ValidationError
 
+from gateway.config import EngineConfig
 from warmroute.processes import Part, PartFailed, Supervisor
 from warmroute.vllm import engines as vllm
 from warmroute.vllm.installation import VllmInstallation
@@ -127,6 +129,12 @@ async def local_fleet(options: FleetOptions, say: Callable[[str], None]) -> Asyn
 
 def check_options(options: FleetOptions) -> None:
     """Find what stands in the way before anything starts. Raises `FleetError`."""
+    for url in options.engine_urls:
+        try:
+            EngineConfig(url=url)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise FleetError(f"--engine {url}: {reason}") from None
     if options.engines < 1:
         raise FleetError(f"--engines must be at least 1, not {options.engines}")
     if not 0 < options.dram_gb < 1e6:
@@ -150,7 +158,10 @@ def check_options(options: FleetOptions) -> None:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
-                raise FleetError(f"port {port} can't be used ({error.strerror}); choose another with --port") from None
+                role = "" if port == options.port else ", the admin port, one above --port,"
+                raise FleetError(
+                    f"port {port}{role} can't be used ({error.strerror}); choose another with --port"
+                ) from None
 
 
 def _check_memory(options: FleetOptions) -> None:
@@ -203,9 +214,13 @@ async def wait_for_own_engines(fleet: LocalFleet, say: Callable[[str], None]) ->
 
     with contextlib.suppress(FleetError):
         await _until(all_ready, fleet.supervisor, "the engines are ready", OWN_ENGINES_TIMEOUT_S)
-    for row in await _engine_rows(fleet):
+    rows = await _engine_rows(fleet)
+    for row in rows:
         models = ", ".join(row["models"]) or "no model yet"
-        say(f"{row['url']}: {row['state']} ({models})")
+        hint = "; an engine with an API key needs a gateway.yaml, engines.api_key" if "401" in row["state"] else ""
+        say(f"{row['url']}: {row['state']} ({models}){hint}")
+    if not any(row["state"] == "ready" for row in rows):
+        say("no engine is ready: requests get a 503 until one is")
 
 
 async def wait_for_engines(fleet: LocalFleet, names: set[str]) -> None:

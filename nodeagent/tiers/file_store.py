@@ -101,7 +101,9 @@ class FolderStore:
     def open(self) -> None:
         """See `Store`."""
         try:
-            os.makedirs(self._path, mode=0o700, exist_ok=True)
+            # Not its parents: below a drive that isn't mounted, they would be another drive's.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._path, mode=0o700)
             fd = os.open(os.path.join(self._path, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise TierUnavailable(f"the nvme folder {self._path} can't be used: {error.strerror}") from error

@@ -488,6 +488,8 @@ async def test_a_route_is_explained_without_being_taken(client: httpx.AsyncClien
         terms = first["wait_seconds"] + answer["price"] * (first["load_seconds"] + first["prefill_seconds"])
         assert first["score_seconds"] == pytest.approx(terms)
         assert first["tier_tokens"] == {"dram": len(text) // 4 * 4}
+        held = await gateway.directory.lookup([bytes.fromhex(key) for key in answer["directory_keys"]], 1.0)
+        assert sum(map(bool, held.records)) == len(text) // 4
         assert chat["reason"] == "load"
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "messages"

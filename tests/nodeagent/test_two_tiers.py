@@ -4,6 +4,7 @@ import asyncio
 import errno
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -243,3 +244,74 @@ TestTwoTiers = TwoTiers.TestCase
 TestTwoTiers.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@pytest.fixture
+def host():
+    """Chunks `c0` to `c5` are on disk, and DRAM is empty."""
+    host = Host(writes_through=True)
+    for name in ALL[:FILES]:
+        put(host, name)
+        host.run(host.rest())
+    host.run(host.stop())
+    host.run(host.start())
+    yield host
+    host.end()
+
+
+def put(host, name):
+    assert host.run(host.reserve(name, "p", checksum_of(name))) is PutOutcome.GRANTED
+    host.run(host.commit(max(host.reservations), is_spoilt=False))
+
+
+def served(host):
+    return [each.name for each in host.references.values()]
+
+
+def test_a_runs_own_chunks_in_dram_are_spared_while_its_beginning_is_read(host):
+    host.promotion._writes_through = False
+    for name in ("c6", "c20", "c30", "c40"):
+        put(host, name)
+    host.begin_open(["c4", "c5", "c6"], "p", LONG_S)
+    host.run(host.rest())
+    assert served(host) == ["c4", "c5", "c6"]
+
+
+def test_what_was_read_is_held_until_its_run_is_complete(host):
+    host.begin_open(["c0", "c1"], "p", LONG_S)
+    host.run(host.turn())
+    host.readers.do(0)
+    host.run(host.turn())
+    for name in ("c20", "c30", "c40", "c50"):
+        put(host, name)
+    host.run(host.rest())
+    assert served(host) == ["c0", "c1"]
+
+
+def test_a_file_that_could_not_be_removed_is_replaced_and_then_left(host):
+    host.store.stuck = frozenset({name_of(storage_key("c0"))})
+    host.place("c0").write_bytes(b"bad")
+    host.begin_open(["c0"], "p", LONG_S)
+    host.run(host.rest())
+    assert (served(host), list(host.nvme._stuck)) == ([], list(host.store.stuck))
+    put(host, "c0")
+    host.run(host.rest())
+    assert host.is_good_on_disk("c0")
+    assert host.nvme.used_bytes == len(host.files()) * FILE_BYTES, "it is counted once"
+    host.store.stuck = frozenset()
+    for name in ("c6", "c7", "c8"):
+        put(host, name)
+        host.run(host.rest())
+        assert host.is_good_on_disk(name)
+    assert host.is_good_on_disk("c0")
+
+
+def test_a_chunk_that_changed_in_dram_before_it_is_written_is_not(host):
+    put(host, "c20")
+    put(host, "c30")
+    assert len(host.writer.jobs) == 1, "the other waits"
+    host.rot("c30")
+    host.run(host.rest())
+    assert host.is_good_on_disk("c20")
+    assert host.nvme.index.get(storage_key("c30")) is None
+    assert not host.place("c30").exists()

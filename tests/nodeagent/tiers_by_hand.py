@@ -34,6 +34,7 @@ SLOTS = 4
 FILES = 6
 TURNS = 20
 """How often all tasks get their turn: longer than any chain of awaits here."""
+RESTS_MAX = 100
 LONG_S = 10.0
 NO_TIME_S = 1e-9
 
@@ -217,8 +218,12 @@ class Host:
     async def rest(self) -> None:
         """Let everything that is under way end."""
         self.do_jobs(inline=True)
-        while self.opens or self.promotion.loads or self.promotion._hints or self.nvme._writes or self.nvme._doomed:
+        for _ in range(RESTS_MAX):
+            if not (self.opens or self.promotion.loads or self.promotion._hints or self.nvme._writes):
+                break
             await self.turn()
+        else:
+            raise AssertionError("something under way never ends")
         await self.turn()
         await self.turn()
         self.do_jobs(inline=False)

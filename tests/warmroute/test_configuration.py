@@ -70,9 +70,12 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("engines: [{url: 'http://e:1/v1'}]", "without /v1"),
         ("engines: [{url: 'http://e:1'}, {url: 'http://e:1'}]", "two engines are named 'e:1'"),
         ("[1, 2]", "must hold keys and values"),
-        ("listen: 5", "listen"),
-        ("a: b: c", "g.yaml"),
-        ("log_level: loud", "log_level"),
+        ("listen: 5", "listen: must hold keys and values"),
+        ("engines: {url: 'http://e:1'}", "engines: must be a list"),
+        ("engines: ['http://e:1']", "engines.0: must hold keys and values"),
+        ("engines: [{name: e}]", "engines.0.url: must be given"),
+        ("a: b: c", "g.yaml, line 1, column 5: "),
+        ("log_level: loud", "log_level: must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -87,6 +90,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     [
         ({"WARMROUTE_LISTEN__PROT": "1"}, "WARMROUTE_LISTEN__PROT is not known; did you mean WARMROUTE_LISTEN__PORT?"),
         ({"WARMROUTE_ENGINES": "[1"}, "engines is not valid JSON"),
+        ({"WARMROUTE_ENGINES": "http://e:1"}, "engines: must be a list; in a variable, JSON"),
         ({"WARMROUTE_LISTEN__PORT": "x"}, "listen.port"),
     ],
 )
@@ -127,7 +131,8 @@ def test_the_page_is_what_the_fields_say() -> None:
 
 def test_what_check_prints_can_be_read_again(tmp_path: Path) -> None:
     config = loaded(tmp_path, YAML)
-    assert loaded(tmp_path, effective(config)) == config
+    assert effective(loaded(tmp_path, effective(config))) == effective(config)
+    assert yaml.safe_load(effective(config))["listen"]["admin_port"] == 9001
 
 
 def test_a_wrong_file_is_one_sentence(tmp_path: Path) -> None:

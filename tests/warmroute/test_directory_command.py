@@ -76,6 +76,25 @@ def test_a_wrong_key_is_one_sentence(url: str, key: str) -> None:
     assert done.stderr.startswith("warmroute directory: a directory key is 32 hex digits")
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("lookup",), "lookup needs directory keys"),
+        (("hosts", "extra"), "keys are for lookup: hosts takes none, not 'extra'"),
+    ],
+)
+def test_what_is_missing_or_too_much_is_said(url: str, words: tuple[str, ...], says: str) -> None:
+    done = ask(url, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"warmroute directory: {says}")
+
+
+def test_flags_and_keys_come_in_any_order(url: str) -> None:
+    command = [sys.executable, "-m", "warmroute.cli", "directory", "lookup", "--redis", url, KEY.hex(), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)[0]["key"] == KEY.hex()
+
+
 def test_a_server_that_does_not_answer_is_one_sentence() -> None:
     done = ask("redis://127.0.0.1:1")
     assert done.returncode == 2

@@ -77,4 +77,4 @@ def test_a_wrong_url_is_one_sentence(tmp_path: Path) -> None:
     process = up(tmp_path, "--engine", "ftp://x")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "engines.0.url: must be http://host:port" in errors.splitlines()[-1]
+    assert errors == "warmroute up: --engine ftp://x: must be http://host:port or https://host:port, without /v1\n"
