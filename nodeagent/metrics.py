@@ -49,6 +49,9 @@ class AgentMetrics:
         self.prefetches_dropped = Counter(
             "warmroute_prefetches_dropped", "Prefetches that weren't done, by reason", ["reason"], registry=registry
         )
+        self._add_announcing(registry)
+
+    def _add_announcing(self, registry: CollectorRegistry) -> None:
         self.announced_chunks = Gauge(
             "warmroute_announced_chunks", "Chunks this host's lives hold in the directory", ["tier"], registry=registry
         )
@@ -64,6 +67,12 @@ class AgentMetrics:
         )
         self.hellos_refused = Counter(
             "warmroute_hellos_refused", "Engines that were not let in; the log says why", registry=registry
+        )
+        self.events_skipped = Counter(
+            "warmroute_kv_events_skipped",
+            "What of engines' KV events wasn't used, by reason: fields and types that aren't known, other media, ...",
+            ["reason"],
+            registry=registry,
         )
         self.degraded = Counter(
             "warmroute_degraded", "What cost hit rate and nothing else", ["reason"], registry=registry

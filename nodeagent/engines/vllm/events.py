@@ -18,6 +18,7 @@ PAYLOAD_BYTES_MAX = 16 * 2**20
 EVENTS_MAX = 200_000
 BLOCK_TOKENS_MAX = 2**16
 HASH_BYTES_MAX = 64
+GPU = "GPU"
 
 BlockHash: TypeAlias = int | bytes
 """vLLM's name for a block and all before it: 32 bytes, or the lowest 64 bits of them."""
@@ -160,7 +161,9 @@ def _stored(raw: Any, skipped: Counter[str]) -> BlockStored:
     if "parent_block_hash" not in given:
         raise _Malformed  # a block of which nobody says that it is the first
     parent, block_size = given["parent_block_hash"], _whole_or_none(given.get("block_size"))
-    if block_size is None or not 0 < block_size <= BLOCK_TOKENS_MAX:
+    # Of its offload tiers vLLM tells without tokens, with a block of 0 (unless it is told to describe them).
+    smallest = 1 if given.get("medium") in (None, GPU) else 0
+    if block_size is None or not smallest <= block_size <= BLOCK_TOKENS_MAX:
         raise _Malformed
     return BlockStored(
         block_hashes=_hashes(given.get("block_hashes")),

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -111,16 +112,22 @@ class VllmFollower:
         return load_table(data, life=life, fleet_digest=digest, chunk_tokens=chunk_tokens, adapters=_no_adapter)
 
     async def _save(self, path: Path, subscriber: KvEventSubscriber, life: bytes) -> None:
-        """Every few seconds and at the end; a copy that isn't to be trusted any more goes."""
-        written = -1
+        """Every few seconds and at the end; a copy that isn't to be trusted any more goes. Counts what was skipped."""
+        written, counted = -1, Counter[str]()
         try:
             while True:
                 await self._sleep(SAVE_INTERVAL_S)
+                counted = self._count_skipped(subscriber.table.skipped + subscriber.counts, counted)
                 if subscriber.next_sequence != written:
                     written = subscriber.next_sequence
                     await asyncio.to_thread(_write, path, subscriber.dump(life))
         finally:
             _write(path, subscriber.dump(life))
+
+    def _count_skipped(self, now: Counter[str], before: Counter[str]) -> Counter[str]:
+        for reason, number in (now - before).items():
+            self._metrics.events_skipped.labels(reason).inc(number)
+        return now
 
     async def _watch_metrics(self, engine: AttachedEngine, subscriber: KvEventSubscriber) -> None:
         """Metrics into what the engine's registration reports. An engine that doesn't answer is routed on."""

@@ -99,6 +99,17 @@ async def test_bytes_and_labels_are_joined_whichever_comes_first(tmp_path: Path,
         assert (entry.label.parent, entry.label.position) == (names(0), 1), "so that a prefix is evicted from its end"
 
 
+async def test_what_is_skipped_of_the_events_is_counted(tmp_path: Path) -> None:
+    async with publishing() as engine, followed(tmp_path, engine) as (agent, _):
+        await engine.listened_to()
+        offloaded = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": []}
+        engine.publish({**offloaded, "block_size": 0, "medium": "CPU"}, {"type": "BlockMoved"}, TWO_CHUNKS)  # type: ignore[arg-type]
+        await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        for reason in ("other_medium", "unknown_event"):
+            await soon(lambda: agent.metric("warmroute_kv_events_skipped_total", reason=reason) == 1, reason)  # noqa: B023
+        assert agent.metric("warmroute_kv_events_skipped_total", reason="malformed_event") == 0
+
+
 async def test_other_bits_for_a_chunk_that_is_held_are_had_and_alarm_nobody(tmp_path: Path) -> None:
     async with publishing() as engine, followed(tmp_path, engine) as (agent, client):
         assert await asyncio.to_thread(put, client, 0) is PutResult.STORED
