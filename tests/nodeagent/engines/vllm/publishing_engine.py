@@ -1,6 +1,7 @@
 """An engine's side of KV events over real sockets, as vLLM's publisher has it: numbers from 0, a replay buffer."""
 
 import asyncio
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -38,13 +39,12 @@ class PublishingEngine:
         self.next = 0
         self._life = 0
         self._clock = 0.0
-        self._ports = (0, 0)
+        self._folder = tempfile.TemporaryDirectory(prefix="kv")
         self._open()
 
     @property
     def source(self) -> EventSource:
-        events, replay = self._ports
-        return EventSource(f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}", self.topic)
+        return EventSource(self._endpoint("events"), self._endpoint("replay"), self.topic)
 
     async def listened_to(self) -> None:
         """Wait until a subscriber's subscription is here."""
@@ -66,7 +66,7 @@ class PublishingEngine:
         self.publisher.send_multipart(frames, zmq.NOBLOCK)
 
     def restart(self) -> None:
-        """Another process on the same ports, with nothing in its memory."""
+        """Another process at the same endpoints, with nothing in its memory."""
         self._close()
         self.buffer.clear()
         self.next = 0
@@ -96,31 +96,32 @@ class PublishingEngine:
 
     def close(self) -> None:
         self._close()
+        self._folder.cleanup()
 
     def _open(self) -> None:
         self.publisher = self.context.socket(zmq.XPUB)
         self.publisher.setsockopt(zmq.XPUB_VERBOSE, 1)  # tell of each subscription, not of each new topic
         self.replay = self.context.socket(zmq.ROUTER)
-        ports = [
-            self._bind(socket, port) for socket, port in zip((self.publisher, self.replay), self._ports, strict=True)
-        ]
-        self._ports = (ports[0], ports[1])
+        for socket, name in ((self.publisher, "events"), (self.replay, "replay")):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 100_000)
+            self._bind(socket, self._endpoint(name))
         self._server = asyncio.get_running_loop().create_task(self.serve())
 
-    def _bind(self, socket: zmq.asyncio.Socket, port: int) -> int:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 100_000)
-        if not port:
-            return socket.bind_to_random_port("tcp://127.0.0.1")
-        for _ in range(1000):  # the port is free once the closed socket's thread has let it go
+    def _endpoint(self, name: str) -> str:
+        """Not TCP: who connects to a loopback port that nobody has may get that very port, and keep it."""
+        return f"ipc://{self._folder.name}/{name}"
+
+    def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+        for _ in range(1000):  # it is free once the closed socket's thread has let it go
             try:
-                socket.bind(f"tcp://127.0.0.1:{port}")
-                return port
+                socket.bind(endpoint)
+                return
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE:
                     raise
                 zmq.select([], [], [], 0.005)
-        raise AssertionError("the port stays taken")
+        raise AssertionError("the endpoint stays taken")
 
     def _close(self) -> None:
         self._server.cancel()

@@ -65,7 +65,7 @@ async def test_a_restart_told_from_outside_empties_the_table_before_the_engine_s
         engine.publish(chunk(4))
 
         def is_claimed() -> bool:
-            # The old socket may have reconnected and taken the first ones with it: later ones show that they are missing.
+            # The old socket may have taken the first ones with it: later ones show that they are missing.
             engine.publish()
             return listener.claimed == held(4)
 
