@@ -7,6 +7,7 @@ comes from (file, `WARMROUTE_*` variables, flags) is none of this module's busin
 import os
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -67,7 +68,7 @@ class LimitsConfig(Section):
 
     body_bytes_max: int = Field(64 * 2**20, ge=1024, description="Largest request body, in bytes.")
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request body must have arrived.")
-    drain_s: float = Field(30.0, ge=0, description="Seconds that running requests have after SIGTERM.")
+    drain_s: float = Field(30.0, ge=0, le=86_400, description="Seconds that running requests have after SIGTERM.")
 
 
 class TimeoutsConfig(Section):
@@ -96,7 +97,14 @@ class EngineConfig(Section):
     @classmethod
     def _is_base_url(cls, url: str) -> str:
         scheme, _, rest = url.rstrip("/").partition("://")
-        if scheme not in ("http", "https") or not rest or "/v1" in rest or "?" in rest or "@" in rest:
+        if (
+            scheme not in ("http", "https")
+            or not rest
+            or "/v1" in rest
+            or "?" in rest
+            or "@" in rest
+            or not _is_url(url)
+        ):
             raise ValueError("must be http://host:port or https://host:port, without /v1")
         return url.rstrip("/")
 
@@ -108,6 +116,15 @@ class EngineConfig(Section):
     def in_force(self) -> dict[str, Any]:
         """See `Section`."""
         return {"name": self.engine}
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    return bool(parts.hostname) and port != 0 and not any(character.isspace() for character in url)
 
 
 class GatewayConfig(Section):

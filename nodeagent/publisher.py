@@ -83,6 +83,7 @@ class Publisher:
         self._walk_reason: str | None = "start"
         self._walked_at = clock()
         self._full_until = clock()
+        self._is_full = False
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
@@ -280,12 +281,19 @@ class Publisher:
             for key, since in keys.items():
                 self._make_pending(key, since)
             if isinstance(error, DirectoryFull):
+                if not self._is_full:
+                    self._is_full = True
+                    self._metrics.degraded.labels("directory_full").inc()
+                    logger.warning(
+                        "the directory takes no more placements, trying again every %g s: %s", FULL_PAUSE_S, error
+                    )
                 self._full_until = self._clock() + FULL_PAUSE_S
             if isinstance(error, DirectoryError):
                 self._metrics.directory_errors.labels("withdraw" if is_removal else "place").inc()
             self._note_progress()
             raise
         self._in_flight = {}
+        self._is_full = self._is_full and is_removal
         if held < life.acknowledged[partition]:
             self.doubt("lost_writes")
         elif held >= attempt:

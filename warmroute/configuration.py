@@ -6,6 +6,7 @@ unknown key, in the file or in a variable, is an error that names the nearest kn
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,11 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 PREFIX = "WARMROUTE_"
+_SERVICE_VARIABLE = re.compile(r"WARMROUTE_(.+_)?(SERVICE_(HOST|PORT)(_.+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
 MASK = "***"
+FILE_CHARS_MAX = 1_000_000
+JSON_FIELDS = frozenset({"engines"})
+"""Fields that hold lists of sections; other values that begin with a bracket, as addresses do, are texts."""
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -30,6 +35,23 @@ class Derived(Protocol):
         ...
 
 
+class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that is written twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See the class."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
 class ConfigurationError(Exception):
     """The configuration can't be used; the message is a sentence for each thing that is wrong."""
 
@@ -39,7 +61,7 @@ def load(kind: type[Config], path: Path | None, environment: Mapping[str, str], 
     values = {} if path is None else _read(path)
     known = dict(fields(kind))
     for name, text in environment.items():
-        if name.startswith(PREFIX):
+        if name.startswith(PREFIX) and not _is_of_a_service(name, text):
             _set(values, _field_of(name, known), text)
     for dotted, value in flags.items():
         if value is not None:
@@ -66,23 +88,34 @@ def effective(config: BaseModel) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
+        if len(text) > FILE_CHARS_MAX:
+            raise ConfigurationError(f"{path} has more than {FILE_CHARS_MAX} characters: that is no configuration")
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} can't be read: {error}") from None
     try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _StrictLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise ConfigurationError(f"{path}{place}: {error.problem or 'not valid YAML'}") from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise ConfigurationError(f"{path} is nested too deep") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path} must hold keys and values, not {type(values).__name__}")
     return values
+
+
+def _is_of_a_service(name: str, text: str) -> bool:
+    """Whether Kubernetes set the variable: it makes some for every Service, and one may be called warmroute."""
+    return bool(_SERVICE_VARIABLE.fullmatch(name)) or bool(
+        re.fullmatch(rf"{PREFIX}(.+_)?PORT", name) and text.startswith(("tcp://", "udp://", "sctp://"))
+    )
 
 
 def _field_of(variable: str, known: Mapping[str, FieldInfo]) -> str:
@@ -100,10 +133,10 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise ConfigurationError(f"{section} must hold keys and values")
         values = inner
-    if isinstance(value, str) and value[:1] in "[{":
+    if isinstance(value, str) and value[:1] in ("[", "{") and dotted in JSON_FIELDS:
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{dotted} is not valid JSON: {error}") from None
     values[last] = value
 
@@ -152,15 +185,21 @@ def _plain(value: Any) -> Any:
         derived = value.in_force() if isinstance(value, Derived) else {}
         return {name: _plain(derived.get(name, getattr(value, name))) for name in type(value).model_fields}
     if isinstance(value, SecretStr):
-        return _masked(value.get_secret_value())
+        return without_password(value.get_secret_value())
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _masked(secret: str) -> str:
-    """A URL keeps all but its password; anything else is hidden whole."""
-    parts = urlsplit(secret)
+def without_password(secret: str) -> str:
+    """A URL without its password, and without its options, which may hold one; anything else is hidden whole."""
+    try:
+        parts = urlsplit(secret)
+    except ValueError:
+        return MASK
+    if parts.query:
+        parts = parts._replace(query=MASK)
+        secret = urlunsplit(parts)
     if not parts.scheme or not parts.netloc:
         return MASK if secret else ""
     if parts.password is None:

@@ -2,18 +2,13 @@
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
-import os
 import random
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +18,9 @@ import redis.exceptions
 from pydantic import ValidationError
 
 from gateway.config import EngineConfig
+from warmroute.configuration import without_password
 from warmroute.processes import Part, PartFailed, Supervisor
+from warmroute.run_folder import run_folder
 from warmroute.vllm import engines as vllm
 from warmroute.vllm.installation import VllmInstallation
 
@@ -37,8 +34,6 @@ PORTS = range(20_000, 32_000)
 NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
-SOCKET_PATH_BYTES_MAX = 107
-_FOLDER_PREFIX = "warmroute-"
 
 
 class FleetError(Exception):
@@ -117,7 +112,7 @@ async def local_fleet(options: FleetOptions, say: Callable[[str], None]) -> Asyn
     if options.redis_url:
         await _check_redis(options.redis_url)
     supervisor = Supervisor(say)
-    with _run_folder(options) as folder:
+    with run_folder() as folder:
         try:
             fleet = await _start(options, supervisor, folder, say)
             yield fleet
@@ -244,7 +239,7 @@ async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, sa
 
     launcher = _Launcher(options, folder, _free_ports())
     redis_url = options.redis_url or await _start_server(launcher, supervisor)
-    progress(f"directory at {redis_url}")
+    progress(f"directory at {without_password(redis_url)}")
     agents, engines, engine_urls = ({}, {}, {}) if options.engine_urls else launcher.hosts(redis_url)
     gateway = launcher.gateway(redis_url)
     fleet = LocalFleet(options, supervisor, engines, engine_urls, agents, gateway, folder)
@@ -279,9 +274,9 @@ class _Launcher:
             host, engine = f"host-{number}{self._suffix}", f"engine-{number}{self._suffix}"
             door = self.folder / f"{host}.sock"
             tier = ("--dram-gb", str(self.options.dram_gb), "--port", str(next(self.ports)))
-            at_home = ("--host", host, "--redis", redis_url, "--door", str(door))
+            at_home = ("--host", host, "--door", str(door))
             nvme = self._nvme(f"host-{number}")
-            agents[host] = self._python(host, "warmroute.cli", "agent", *at_home, *tier, *nvme)
+            agents[host] = self._part_of(redis_url, host, "agent", *at_home, *tier, *nvme)
             engines[engine], engine_urls[engine] = engine_part(engine, door)
         return agents, engines, engine_urls
 
@@ -307,7 +302,7 @@ class _Launcher:
         """The gateway."""
         ports = ("--port", str(self.options.port), "--admin-port", str(self.options.admin_port))
         own = [word for url in self.options.engine_urls for word in ("--engine", url)]
-        return self._python("gateway", "warmroute.cli", "gateway", "--redis", redis_url, *ports, *own)
+        return self._part_of(redis_url, "gateway", "gateway", *ports, *own)
 
     def _nvme(self, folder: str) -> tuple[str, ...]:
         if self.options.nvme is None:
@@ -322,6 +317,11 @@ class _Launcher:
     def _suffix(self) -> str:
         """Sets this fleet's names apart from those of others on a shared directory."""
         return f"-{self.options.port}" if self.options.redis_url else ""
+
+    def _part_of(self, redis_url: str, name: str, *arguments: str) -> Part:
+        """A part that uses the directory. Its URL may hold a password, which everybody could read in a command line."""
+        part = self._python(name, "warmroute.cli", *arguments)
+        return replace(part, environment={"WARMROUTE_DIRECTORY__URL": redis_url})
 
     def _python(self, name: str, module: str, *arguments: str) -> Part:
         return self.part(name, sys.executable, "-m", module, *arguments)
@@ -346,7 +346,7 @@ async def _start_server(launcher: _Launcher, supervisor: Supervisor) -> str:
 async def _check_redis(url: str) -> None:
     trouble = await _redis_trouble(url)
     if trouble is not None:
-        raise FleetError(f"the Redis server at {url} doesn't answer: {trouble}")
+        raise FleetError(f"the Redis server at {without_password(url)} doesn't answer: {trouble}")
 
 
 async def _redis_trouble(url: str) -> str | None:
@@ -361,44 +361,6 @@ async def _redis_trouble(url: str) -> str | None:
     finally:
         await client.aclose()
     return None
-
-
-@contextlib.contextmanager
-def _run_folder(options: FleetOptions) -> Iterator[Path]:
-    """A private folder for sockets and logs, locked while we live; those of fleets that were killed are removed."""
-    base = Path(tempfile.gettempdir())
-    _sweep(base)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-    if len(os.fsencode(folder / "host-9999.sock")) > SOCKET_PATH_BYTES_MAX:
-        folder.rmdir()
-        raise FleetError(f"{base} is too long a path for sockets; set TMPDIR to a shorter one")
-    with _janitor(folder), (folder / "lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _janitor(folder: Path) -> Iterator[None]:
-    """A process that removes the folder if this one is killed: see `warmroute.janitor`."""
-    command = [sys.executable, "-m", "warmroute.janitor", str(folder)]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
-    ) as janitor:
-        try:
-            yield
-        finally:
-            janitor.kill()
-
-
-def _sweep(base: Path) -> None:
-    for lock_path in base.glob(f"{_FOLDER_PREFIX}*/lock"):
-        with contextlib.suppress(OSError), lock_path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its fleet lives
-            shutil.rmtree(lock_path.parent, ignore_errors=True)
 
 
 async def _engine_rows(fleet: LocalFleet) -> list[dict[str, Any]]:

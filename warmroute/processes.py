@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from warmroute.process_group import GroupRemains, end_group, remains
 
@@ -94,7 +95,7 @@ class Supervisor:
             await _end(part)
 
     async def _spawn(self, part: Part) -> None:
-        with part.log_path.open("ab") as log:
+        with _log_of(part) as log:
             part.process = await asyncio.create_subprocess_exec(
                 *part.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -113,15 +114,38 @@ class Supervisor:
             code = await part.process.wait()
             await _clear(part, GroupRemains(part.process.pid))
             if code == CONFIGURATION_ERROR:
-                self._say(f"{part.name} can't run: {part.last_words()}")
+                self._tell(f"{part.name} can't run: {part.last_words()}")
                 return
             if time.monotonic() - started_at > STEADY_S:
                 pause_s = RESTART_PAUSE_MIN_S
-            self._say(f"{part.name} ended ({_reason(code)}); starting it again in {pause_s:g} s")
+            self._tell(f"{part.name} ended ({_reason(code)}); starting it again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(RESTART_PAUSE_MAX_S, pause_s * 2)
             part.restarts += 1
-            await self._spawn(part)
+            await self._spawn_again(part)
+
+    async def _spawn_again(self, part: Part) -> None:
+        while True:
+            try:
+                await self._spawn(part)
+                return
+            except OSError as error:
+                logger.error("%s can't be started again, trying on: %s", part.name, error)
+                await asyncio.sleep(RESTART_PAUSE_MAX_S)
+
+    def _tell(self, text: str) -> None:
+        """Who reads this may have gone; the parts are kept running all the same."""
+        with contextlib.suppress(OSError, ValueError):
+            self._say(text)
+
+
+def _log_of(part: Part) -> IO[bytes]:
+    """Its log; where that can't be had any more (its folder was removed), nothing is kept."""
+    try:
+        part.log_path.parent.mkdir(parents=True, exist_ok=True)
+        return part.log_path.open("ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 async def _end(part: Part) -> None:

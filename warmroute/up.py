@@ -18,6 +18,7 @@ from warmroute.local_fleet import (
     find_model,
     local_fleet,
 )
+from warmroute.run_folder import FolderUnavailable
 from warmroute.vllm.installation import InstallationError, install
 
 
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
             check_options(fleet_options)
             fleet_options = replace(fleet_options, vllm=install(find_model(options.model), _say))
         return asyncio.run(_run(fleet_options, options))
-    except (FleetError, InstallationError, DemoFailed) as error:
+    except (FleetError, FolderUnavailable, InstallationError, DemoFailed) as error:
         print(f"warmroute up: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

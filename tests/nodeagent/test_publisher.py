@@ -348,8 +348,14 @@ async def test_a_full_directory_takes_removals_and_later_the_placements():
         stage.publisher.record(key(1), 0)
         await stage.time.advance(0.2)
         assert await stage.believed(1) == 0
+        full = "warmroute_degraded_total", {"reason": "directory_full"}
+        assert stage.metrics.registry.get_sample_value(*full) == 1
         await stage.time.advance(10)
         assert await stage.believed(2) == DRAM
+        stage.directory.faults = ["full"]
+        stage.publisher.record(key(3), DRAM)
+        await stage.time.advance(10)
+        assert stage.metrics.registry.get_sample_value(*full) == 2, "told once each time"
 
 
 async def test_known_is_passed_only_from_a_fresh_table():

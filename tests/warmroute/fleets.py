@@ -78,9 +78,8 @@ class RunningFleet:
             names.update(dict.fromkeys(status["incarnations"], host))
             for engine in status["engines"]:
                 names.update(dict.fromkeys(engine["incarnations"], engine["engine"]))
-        words = command_line(self.parts()["gateway"])
         counts: Counter[tuple[str, str]] = Counter()
-        with redis.Redis.from_url(words[words.index("--redis") + 1]) as server:
+        with redis.Redis.from_url(directory_url(self.parts()["gateway"])) as server:
             keys = [key for key in server.scan_iter(count=1_000) if len(key.split(b":", 3)[-1]) == DIRECTORY_KEY_BYTES]
             records = server.mget(keys) if keys else []
         for record in records:
@@ -112,6 +111,12 @@ def command_line(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
     return []
+
+
+def directory_url(pid: int) -> str:
+    """Where a part was told that the directory is: in its environment, out of sight of other users."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next(each.partition("=")[2] for each in variables if each.startswith("WARMROUTE_DIRECTORY__URL="))
 
 
 def is_alive(pid: int) -> bool:

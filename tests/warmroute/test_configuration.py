@@ -10,7 +10,7 @@ import yaml
 
 from gateway.config import GatewayConfig
 from nodeagent.config import AgentConfig
-from warmroute.configuration import ConfigurationError, effective, fields, load
+from warmroute.configuration import ConfigurationError, effective, fields, load, without_password
 from warmroute.configuration_page import PARTS, page
 
 
@@ -75,6 +75,13 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("engines: ['http://e:1']", "engines.0: must hold keys and values"),
         ("engines: [{name: e}]", "engines.0.url: must be given"),
         ("a: b: c", "g.yaml, line 1, column 5: "),
+        ("listen: {port: 9}\nlisten: {bind: h}", "line 2, column 1: the key listen is written twice"),
+        ("[" * 5000, "nested too deep"),
+        ("log_level: 2024-13-45", "month must be in"),
+        ("listen: {port: " + "9" * 5000 + "}", "g.yaml"),
+        ("limits: {drain_s: .inf}", "limits.drain_s"),
+        ("engines: [{url: 'http://h:99999'}]", "engines.0.url"),
+        ("engines: [{url: 'http://a b'}]", "engines.0.url"),
         ("log_level: loud", "log_level: must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )
@@ -191,3 +198,33 @@ def test_what_is_wrong_for_a_part_is_one_sentence(tmp_path: Path, part: str, tex
     assert done.stderr.startswith(f"warmroute {part}: ")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_variables_that_kubernetes_makes_for_a_service_of_our_name_are_no_configuration() -> None:
+    environment = {
+        "WARMROUTE_SERVICE_HOST": "10.0.0.1",
+        "WARMROUTE_SERVICE_PORT_HTTP": "8000",
+        "WARMROUTE_PORT": "tcp://10.0.0.1:8000",
+        "WARMROUTE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "WARMROUTE_GATEWAY_SERVICE_HOST": "10.0.0.2",
+        "WARMROUTE_GATEWAY_PORT": "tcp://10.0.0.2:8000",
+        "WARMROUTE_LISTEN__PORT": "9000",
+    }
+    assert load(GatewayConfig, None, environment, {}).listen.port == 9000
+
+
+def test_an_address_in_brackets_is_a_text() -> None:
+    assert load(GatewayConfig, None, {"WARMROUTE_LISTEN__BIND": "[::1]"}, {}).listen.bind == "[::1]"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:hunter2@r:1/0", "redis://me:***@r:1/0"),
+        ("redis://r:1?password=hunter2", "redis://r:1?***"),
+        ("redis://u:hunter2[w@h", "***"),
+        ("redis://r:1", "redis://r:1"),
+    ],
+)
+def test_a_password_is_hidden_wherever_it_stands(url: str, shown: str) -> None:
+    assert without_password(url) == shown
