@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from directory.chunks import chunk_keys, directory_key, foreign_storage_key, pack_tokens
+from directory.interface import Batch
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
 from nodeagent.client import ChunkClient, ChunkLabel, EngineHello, PutResult
@@ -108,6 +109,42 @@ async def test_what_is_skipped_of_the_events_is_counted(tmp_path: Path) -> None:
         for reason in ("other_medium", "unknown_event"):
             await soon(lambda: agent.metric("warmroute_kv_events_skipped_total", reason=reason) == 1, reason)  # noqa: B023
         assert agent.metric("warmroute_kv_events_skipped_total", reason="malformed_event") == 0
+
+
+class StoppedDirectory(MemoryDirectory):
+    """A server that is stopped: while it is, nothing that is asked of it ever comes back."""
+
+    is_stopped = False
+
+    async def place(self, batch: Batch) -> int:
+        while self.is_stopped:
+            await asyncio.sleep(0.01)
+        return await super().place(batch)
+
+    async def withdraw(self, batch: Batch) -> int:
+        while self.is_stopped:
+            await asyncio.sleep(0.01)
+        return await super().withdraw(batch)
+
+
+async def test_a_flood_of_events_with_the_directory_stopped_is_drained_and_nothing_piles_up(tmp_path: Path) -> None:
+    directory = StoppedDirectory(fast_clock)
+    async with publishing() as engine, followed(tmp_path, engine, directory=directory) as (agent, _):
+        await engine.listened_to()
+        engine.publish(TWO_CHUNKS)
+        await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        directory.is_stopped = True
+        for _ in range(2_000):  # the same two chunks come and go: states, of which only the newest is kept
+            engine.publish(removed(BLOCKS[3]), removed(BLOCKS[1]))
+            engine.publish(stored([BLOCKS[1]], TOKENS[8:16], BLOCKS[0]), stored([BLOCKS[3]], TOKENS[24:], BLOCKS[2]))
+        engine.publish(removed(BLOCKS[3]))
+        follower = agent.agent._follower
+        await soon(lambda: follower._subscribers["engine-1"].next_sequence == engine.next, "the socket is drained")
+        status = agent.status()["engines"][0]
+        assert status["pending_keys"] <= 2 * len(KEYS), "what is in flight, and the newest"
+        assert (status["gpu_chunks"], follower._subscribers["engine-1"].held_batches) == (1, 0)
+        directory.is_stopped = False
+        await soon(lambda: tiers_of(agent) == [Tier.GPU, 0], "the newest state")
 
 
 async def test_other_bits_for_a_chunk_that_is_held_are_had_and_alarm_nobody(tmp_path: Path) -> None:
