@@ -1,14 +1,19 @@
 """Chunks in the files of one folder. Everything here blocks: the tier calls it from threads of its own.
 
 `Store` is what the tier asks of a place for chunks; direct I/O and several drives are other implementations of it.
+
+Others may put anything into the folder: pipes, links, folders at a chunk's place. Only files are ever opened to the
+end, no link below the folder is followed, and all goes through the folder's descriptor: one that is moved or removed
+while the agent runs isn't made anew.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +37,24 @@ TEMPORARY = ".tmp"
 _FAN = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"[0-9a-f]{64}")
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+ERRORS_OF_ONE_PLACE = frozenset(
+    {
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ELOOP,
+        errno.EEXIST,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENAMETOOLONG,
+        errno.ENOTEMPTY,
+    }
+)
+"""What an `OSError` of a store says of one chunk's place alone; every other is the drive's."""
+_NOT_A_FILE = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
+"""Opening a folder to write, a file that stands for a folder, a link, or a socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +68,7 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a folder held at the start; `strangers` counts files that aren't the tier's, which are left alone."""
+    """What a folder held at the start; `strangers` counts what isn't the tier's or can't be removed: left alone."""
 
     files: list[FoundFile]
     temporaries_removed: int
@@ -92,62 +115,64 @@ class Store(Protocol):
 
 
 class FolderStore:
-    """Buffered files in one folder, which one agent has at a time."""
+    """Buffered files in one folder, which one agent has at a time. Its descriptor is held from `open` to `close`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._root_fd = -1
         self._lock_fd = -1
 
     def open(self) -> None:
-        """See `Store`."""
+        """See `Store`. A link to a folder is followed; the folder must be this user's, and written by nobody else."""
         try:
             # Not its parents: below a drive that isn't mounted, they would be another drive's.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._path, mode=0o700)
-            fd = os.open(os.path.join(self._path, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            root = os.open(self._path, os.O_RDONLY | _FOLDER)
         except OSError as error:
             raise TierUnavailable(f"the nvme folder {self._path} can't be used: {error.strerror}") from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise TierUnavailable(
-                f"the nvme folder {self._path} belongs to another agent that runs now; give each agent its own"
-            ) from error
-        self._lock_fd = fd
+            self._check_owner(root)
+            self._lock_fd = self._lock(root)
+        except TierUnavailable:
+            os.close(root)
+            raise
+        self._root_fd = root
 
     def close(self) -> None:
         """See `Store`."""
         if self._lock_fd >= 0:
+            os.close(self._root_fd)
             os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._root_fd = self._lock_fd = -1
 
     def put(self, header: FileHeader, payload: memoryview) -> bool:
-        """See `Store`."""
-        place = self._place(name_of(header.label.storage_key))
-        if self._has_same(place, header):
+        """See `Store`. Whatever else stands at the chunk's place is replaced, a folder aside."""
+        name = name_of(header.label.storage_key)
+        if self._has_same(name, header):
             return False
-        os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
-        temporary = place + TEMPORARY
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
+        place, temporary = name.hex(), name.hex() + TEMPORARY
+        with self._fan(name, is_made=True) as folder:
+            # A leftover is removed, never opened: it may be a link to elsewhere.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=folder)
             try:
-                parts = [memoryview(encode_header(header)), payload, _ZEROS[: padding_bytes(header.length)]]
-                _write_all(fd, parts)
-            finally:
-                os.close(fd)
-            os.rename(temporary, place)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+                try:
+                    parts = [memoryview(encode_header(header)), payload, _ZEROS[: padding_bytes(header.length)]]
+                    _write_all(fd, parts)
+                finally:
+                    os.close(fd)
+                os.rename(temporary, place, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
         return True
 
     def read_into(self, storage_key: bytes, target: memoryview) -> FileHeader:
         """See `Store`. Reading counts as use: the file's time is set, for the next start to know."""
-        fd = os.open(self._place(name_of(storage_key)), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size
+        with self._opened(name_of(storage_key), os.O_RDONLY) as (fd, size):
             if size != file_bytes(target.nbytes):
                 raise ChunkCorrupt(f"a file has {size:,} bytes instead of {file_bytes(target.nbytes):,}")
             header = _read_header(fd)
@@ -160,38 +185,34 @@ class FolderStore:
                 raise ChunkCorrupt("a file's payload doesn't match its checksum")
             with contextlib.suppress(OSError):
                 os.utime(fd)
-        finally:
-            os.close(fd)
         return header
 
     def update_label(self, label: ChunkLabel) -> None:
         """See `Store`. One block is overwritten in place; torn by a power cut, it fails its checksum: a miss."""
-        fd = os.open(self._place(name_of(label.storage_key)), os.O_RDWR | os.O_CLOEXEC)
-        try:
+        with self._opened(name_of(label.storage_key), os.O_RDWR) as (fd, _):
             header = _read_header(fd)
             if header.label.storage_key != label.storage_key:
                 raise ChunkCorrupt("a file holds another chunk than its name says")
             renewed = FileHeader(label, header.identity, header.length, header.checksum)
             os.pwrite(fd, encode_header(renewed), 0)
-        finally:
-            os.close(fd)
 
     def remove(self, name: bytes) -> None:
-        """See `Store`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._place(name))
+        """See `Store`. Where the folder on the way is none of ours any more, the file is gone."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._fan(name) as folder:
+            os.unlink(name.hex(), dir_fd=folder)
 
     def listing(self) -> Listing:
         """See `Store`. A folder that can't be read raises: a quota that counts only half is none."""
         files: list[FoundFile] = []
         temporaries, strangers = 0, 0
-        for folder in self._fans(self._path):
-            for inner in self._fans(folder):
-                with os.scandir(inner) as entries:
+        with contextlib.closing(self._fans()) as fans:
+            for folder in fans:
+                with os.scandir(folder) as entries:
                     for entry in entries:
                         if entry.name.endswith(TEMPORARY) and _NAME.fullmatch(entry.name[: -len(TEMPORARY)]):
-                            os.unlink(entry.path)
-                            temporaries += 1
+                            is_removed = _remove_leftover(folder, entry.name)
+                            temporaries += is_removed
+                            strangers += not is_removed
                             continue
                         status = entry.stat(follow_symlinks=False)
                         if not _NAME.fullmatch(entry.name) or not stat.S_ISREG(status.st_mode):
@@ -203,43 +224,124 @@ class FolderStore:
 
     def header(self, name: bytes) -> FileHeader:
         """See `Store`."""
-        fd = os.open(self._place(name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with self._opened(name, os.O_RDONLY) as (fd, size):
             header = _read_header(fd)
             if name_of(header.label.storage_key) != name:
                 raise ChunkCorrupt("a file holds another chunk than its name says")
-            if os.fstat(fd).st_size != file_bytes(header.length):
+            if size != file_bytes(header.length):
                 raise ChunkCorrupt("a file isn't as long as its header says")
             return header
-        finally:
+
+    def _check_owner(self, root: int) -> None:
+        status, user = os.fstat(root), os.geteuid()
+        if status.st_uid != user or status.st_mode & _OTHERS_WRITE:
+            raise TierUnavailable(
+                f"the nvme folder {self._path} belongs to user {status.st_uid} and has mode "
+                f"{stat.S_IMODE(status.st_mode):o}; it must belong to the agent's user ({user}) and be writable by "
+                "nobody else (chmod go-w); or give a new folder below it, and the agent makes it so"
+            )
+
+    def _lock(self, root: int) -> int:
+        try:
+            fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=root)
+        except OSError as error:
+            raise TierUnavailable(f"the nvme folder {self._path} can't be used: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             os.close(fd)
+            raise TierUnavailable(
+                f"the nvme folder {self._path} belongs to another agent that runs now; give each agent its own"
+            ) from error
+        return fd
 
     def _place(self, name: bytes) -> str:
         text = name.hex()
         return os.path.join(self._path, text[:2], text[2:4], text)
 
-    def _has_same(self, place: str, header: FileHeader) -> bool:
+    def _has_same(self, name: bytes, header: FileHeader) -> bool:
         try:
-            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            with self._opened(name, os.O_RDONLY) as (fd, size):
+                there = _read_header(fd)
+        except (FileNotFoundError, ChunkCorrupt):
             return False
-        try:
-            there = _read_header(fd)
-            is_whole = os.fstat(fd).st_size == file_bytes(there.length)
-        except ChunkCorrupt:
-            return False
-        finally:
-            os.close(fd)
-        if not is_whole or there.label.storage_key != header.label.storage_key:
+        if size != file_bytes(there.length) or there.label.storage_key != header.label.storage_key:
             return False
         if (there.length, there.checksum) == (header.length, header.checksum):
             return True
         raise ChunkConflict("other bytes are on disk under the chunk's key")
 
-    @staticmethod
-    def _fans(path: str) -> list[str]:
-        with os.scandir(path) as entries:
-            return [each.path for each in entries if _FAN.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    @contextlib.contextmanager
+    def _opened(self, name: bytes, flags: int) -> Iterator[tuple[int, int]]:
+        """A chunk's file and its size. Raises `ChunkCorrupt` where something else stands there; never waits for it."""
+        strange = "something that isn't a file stands at a chunk's place"
+        try:
+            with self._fan(name) as folder:
+                fd = os.open(name.hex(), flags | _FILE, dir_fd=folder)
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise ChunkCorrupt(strange) from error
+            raise
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ChunkCorrupt(strange)
+            yield fd, status.st_size
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _fan(self, name: bytes, *, is_made: bool = False) -> Iterator[int]:
+        """The folder of a chunk's file, for `dir_fd`. A link on the way is no folder (`ENOTDIR`)."""
+        text = name.hex()
+        outer = _enter(self._root_fd, text[:2], is_made=is_made)
+        try:
+            inner = _enter(outer, text[2:4], is_made=is_made)
+        finally:
+            os.close(outer)
+        try:
+            yield inner
+        finally:
+            os.close(inner)
+
+    def _fans(self) -> Generator[int, None, None]:
+        """Every folder that may hold chunks' files, one at a time."""
+        with contextlib.closing(_folders_in(self._root_fd)) as outers:
+            for outer in outers:
+                yield from _folders_in(outer)
+
+
+def _enter(parent: int, name: str, *, is_made: bool) -> int:
+    flags = os.O_PATH | os.O_NOFOLLOW | _FOLDER
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except FileNotFoundError:
+        if not is_made:
+            raise
+    os.mkdir(name, mode=0o700, dir_fd=parent)
+    return os.open(name, flags, dir_fd=parent)
+
+
+def _folders_in(parent: int) -> Generator[int, None, None]:
+    with os.scandir(parent) as entries:
+        names = [each.name for each in entries if _FAN.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    for name in names:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | _FOLDER, dir_fd=parent)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _remove_leftover(folder: int, name: str) -> bool:
+    """Whether it could be removed: one strange entry must not keep the others from being listed."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError as error:
+        if error.errno in ERRORS_OF_ONE_PLACE:
+            return False
+        raise
+    return True
 
 
 def _read_header(fd: int) -> FileHeader:

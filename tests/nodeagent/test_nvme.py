@@ -132,7 +132,7 @@ async def test_a_full_file_system_is_survived(tmp_path):
         "-t",
         "tmpfs",
         "-o",
-        f"size={5 * FILE_BYTES}",
+        f"size={5 * FILE_BYTES},mode=700",
         "tmpfs",
         str(tmp_path / "nvme"),
         stderr=asyncio.subprocess.DEVNULL,

@@ -265,10 +265,12 @@ def test_killed_while_it_writes_it_starts_again_and_no_byte_is_wrong(tmp_path):
             writer.wait(WAIT_S)
     files = [path for path in folder.rglob("*") if path.is_file() and len(path.name) == 64]
     store, target = FolderStore(str(folder)), bytearray(200_000)
+    store.open()
     for found in store.listing().files:
         key = store.header(found.name).label.storage_key
         store.read_into(key, memoryview(target))
         assert target == payloads[key]
+    store.close()
     with running_agent(tmp_path, dram_bytes=8 << 20, **nvme(tmp_path)) as agent:
         eventually(lambda: not nvme_status(agent)["is_restoring"], "the index")
         assert nvme_status(agent)["chunks"] == len(files) >= 20
