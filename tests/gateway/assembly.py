@@ -41,7 +41,7 @@ TERM_S = 60.0
 class ByteBackend:
     """One token a byte: enough of a tokenizer to route by."""
 
-    def encode(self, text: str) -> bytes:
+    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         return pack_tokens(list(text.encode()))
 
 
