@@ -34,6 +34,7 @@ from nodeagent.tiers.chunk_file import (
 
 LOCK_NAME = "warmroute.lock"
 TEMPORARY = ".tmp"
+BAD_NAMES_MAX = 4_096
 _FAN = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"[0-9a-f]{64}")
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
@@ -121,6 +122,8 @@ class FolderStore:
         self._path = path
         self._root_fd = -1
         self._lock_fd = -1
+        # Files with a good header and a bad payload: a put must not take them for the same bytes.
+        self._bad: set[bytes] = set()
 
     def open(self) -> None:
         """See `Store`. A link to a folder is followed; the folder must be this user's, and written by nobody else."""
@@ -168,11 +171,13 @@ class FolderStore:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
+        self._bad.discard(name)
         return True
 
     def read_into(self, storage_key: bytes, target: memoryview) -> FileHeader:
         """See `Store`. Reading counts as use: the file's time is set, for the next start to know."""
-        with self._opened(name_of(storage_key), os.O_RDONLY) as (fd, size):
+        name = name_of(storage_key)
+        with self._opened(name, os.O_RDONLY) as (fd, size):
             if size != file_bytes(target.nbytes):
                 raise ChunkCorrupt(f"a file has {size:,} bytes instead of {file_bytes(target.nbytes):,}")
             header = _read_header(fd)
@@ -182,6 +187,8 @@ class FolderStore:
                 raise ChunkCorrupt("a file's payload has another length than its chunk")
             _read_all(fd, target, HEADER_BYTES)
             if xxhash.xxh3_128_digest(target) != header.checksum:
+                if len(self._bad) < BAD_NAMES_MAX:
+                    self._bad.add(name)
                 raise ChunkCorrupt("a file's payload doesn't match its checksum")
             with contextlib.suppress(OSError):
                 os.utime(fd)
@@ -200,6 +207,7 @@ class FolderStore:
         """See `Store`. Where the folder on the way is none of ours any more, the file is gone."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._fan(name) as folder:
             os.unlink(name.hex(), dir_fd=folder)
+        self._bad.discard(name)
 
     def listing(self) -> Listing:
         """See `Store`. A folder that can't be read raises: a quota that counts only half is none."""
@@ -260,6 +268,8 @@ class FolderStore:
         return os.path.join(self._path, text[:2], text[2:4], text)
 
     def _has_same(self, name: bytes, header: FileHeader) -> bool:
+        if name in self._bad:
+            return False
         try:
             with self._opened(name, os.O_RDONLY) as (fd, size):
                 there = _read_header(fd)

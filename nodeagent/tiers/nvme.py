@@ -3,7 +3,8 @@
 Nothing here is on the path of a put or an open. `offer` queues a chunk that is in DRAM; the loop takes a file at a
 time, in this order: bad files are removed, then labels written, then chunks. Because one loop does all three, no
 removal can meet the file that took its place. Losing the drive costs hit rate: a read that fails is a miss; a write
-that fails pauses writing for `WRITE_PAUSE_S`.
+that the drive refuses pauses writing for `WRITE_PAUSE_S`. Where only one chunk's place is strange (a folder stands
+there, a link leads to it), that chunk isn't written, and the others are.
 
 To make room: (1) files that were found at the start and not read yet, oldest first; (2) the oldest chunks, withdrawn
 from the directory before their files go. A file that can't be removed stays counted, and is tried again later.
@@ -27,7 +28,7 @@ from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import FileHeader, file_bytes
 from nodeagent.tiers.dram import Withdrawn
 from nodeagent.tiers.eviction import POLICIES
-from nodeagent.tiers.file_store import Store
+from nodeagent.tiers.file_store import ERRORS_OF_ONE_PLACE, Store
 from nodeagent.tiers.hierarchy import Entry, Hierarchy
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
 from nodeagent.tiers.read_rate import ReadRate
@@ -76,6 +77,7 @@ class NvmeTier:
         self._write_pause_s = write_pause_s
         self._paused_until = 0.0
         self._is_failing = False
+        self._is_strange_told = False
         self._is_closing = False
         self._is_listed = asyncio.Event()
         self._wake = asyncio.Event()
@@ -252,8 +254,7 @@ class NvmeTier:
             logger.error("a chunk isn't written: %s", error)
             return
         except OSError as error:
-            self._refuse("nvme_error")
-            self._note_failure(error)
+            self._refuse(self._note_failure(error))
             return
         self._note_success()
         if is_new:
@@ -349,14 +350,22 @@ class NvmeTier:
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + self._write_pause_s
 
-    def _note_failure(self, error: OSError) -> None:
+    def _note_failure(self, error: OSError) -> str:
+        """Pause writing where the drive is at fault. Returns the reason to count a chunk under."""
+        if error.errno in ERRORS_OF_ONE_PLACE:
+            if not self._is_strange_told:
+                self._is_strange_told = True
+                logger.warning("a chunk can't be written, for what stands at its place; others are written: %s", error)
+            return "nvme_strange"
         self._pause()
         self._metrics.degraded.labels("nvme_write_failed").inc()
         if not self._is_failing:
             self._is_failing = True
             logger.error("the drive refuses to be written; the nvme tier is read only until it recovers: %s", error)
+        return "nvme_error"
 
     def _note_success(self) -> None:
+        self._is_strange_told = False
         if self._is_failing:
             self._is_failing = False
             logger.info("the drive takes writes again")

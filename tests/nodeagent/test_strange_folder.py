@@ -1,6 +1,8 @@
 """Others put into the NVMe folder what doesn't belong there: it costs the chunk whose place it takes, and no more."""
 
+import errno
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -8,9 +10,11 @@ import pytest
 import xxhash
 
 from nodeagent.errors import ChunkCorrupt, TierUnavailable
-from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, name_of
+from nodeagent.tiers.arena import PAGE_BYTES
+from nodeagent.tiers.chunk_file import HEADER_BYTES, UNKNOWN_IDENTITY, FileHeader, name_of
 from nodeagent.tiers.file_store import LOCK_NAME, FolderStore
 from tests.nodeagent.running import label, open_fds, payload, storage_key
+from tests.nodeagent.test_nvme import FaultyStore, count, read_back, soon, tier_on, write
 
 LENGTH = 5_000
 
@@ -85,6 +89,18 @@ def test_what_is_no_file_is_replaced_by_a_put(store, tmp_path, make):
     assert read(store) == payload("a", LENGTH)
     assert not place_of(store).is_symlink()
     assert not (tmp_path / "elsewhere").exists() or (tmp_path / "elsewhere").read_bytes() == b"mine"
+
+
+def test_a_file_whose_payload_was_found_bad_is_written_again(store):
+    put(store)
+    data = bytearray(place_of(store).read_bytes())
+    data[HEADER_BYTES + 7] ^= 1
+    place_of(store).write_bytes(data)
+    with pytest.raises(ChunkCorrupt):
+        read(store)
+    assert put(store)
+    assert read(store) == payload("a", LENGTH)
+    assert not put(store)
 
 
 def test_a_folder_at_a_chunks_place_refuses_the_put_and_leaves_nothing_else(store):
@@ -208,3 +224,58 @@ def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path, make, sentence):
     with pytest.raises(TierUnavailable, match=sentence):
         FolderStore(str(tmp_path / "nvme")).open()
     assert open_fds() == before
+
+
+async def test_a_strange_place_costs_its_chunk_and_the_others_are_written(tmp_path):
+    store = FolderStore(str(tmp_path / "nvme"))
+    async with tier_on(store, write_pause_s=100.0) as tier:
+        place_of(store, "a").mkdir()
+        fan = place_of(store, "b").parent
+        fan.rmdir()
+        fan.symlink_to(tmp_path)
+        for name in "abc":
+            await write(tier, name)
+        assert count(tier, "admission_refused_total", reason="nvme_strange") == 2
+        assert count(tier, "degraded_total", reason="nvme_write_failed") == 0
+        assert not tier.is_paused
+        assert [await read_back(tier, name) for name in "abc"] == [None, None, payload("c", PAGE_BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_pause"),
+    [
+        *((number, False) for number in (errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)),
+        *((number, True) for number in (errno.EIO, errno.EDQUOT, errno.ENXIO, errno.ENODEV, errno.EMFILE)),
+    ],
+    ids=lambda value: errno.errorcode.get(value) if value is not True and value else "",
+)
+async def test_only_errors_of_the_drive_pause_writing(tmp_path, number, is_pause):
+    store = FaultyStore(str(tmp_path / "nvme"))
+    async with tier_on(store, write_pause_s=100.0) as tier:
+        store.write_error = number
+        await write(tier, "a")
+        assert tier.is_paused == is_pause
+        reason = "nvme_error" if is_pause else "nvme_strange"
+        assert count(tier, "admission_refused_total", reason=reason) == 1
+
+
+async def test_a_folder_that_goes_away_pauses_writing(tmp_path):
+    store = FolderStore(str(tmp_path / "nvme"))
+    async with tier_on(store, write_pause_s=100.0) as tier:
+        shutil.rmtree(tmp_path / "nvme")
+        await write(tier, "a")
+        assert tier.is_paused
+        assert count(tier, "degraded_total", reason="nvme_write_failed") == 1
+        assert not (tmp_path / "nvme").exists()
+
+
+async def test_a_pipe_in_a_chunks_place_is_a_miss_and_goes(tmp_path):
+    store = FolderStore(str(tmp_path / "nvme"))
+    async with tier_on(store) as tier:
+        await write(tier, "a")
+        place_of(store).unlink()
+        os.mkfifo(place_of(store))
+        assert await read_back(tier, "a") is None
+        await soon(lambda: not os.path.lexists(place_of(store)))
+        await write(tier, "a")
+        assert await read_back(tier, "a") == payload("a", PAGE_BYTES)
