@@ -48,8 +48,10 @@ class HttpUnavailable(AgentError):
     """The HTTP port can't be had; the message says why."""
 
 
-async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -> None:
+async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -> bool:
     """Run an agent until SIGTERM, SIGINT, or cancellation. `ready` is called once door and HTTP are open.
+
+    Returns `False` where a drive hangs: a thread waits for it, which an interpreter that ends would wait for.
 
     A directory that doesn't answer is not fatal: the agent serves its engines and keeps trying. Raises `AgentError`
     where the door or the port can't be had, and `DirectoryError` for a malformed URL.
@@ -65,6 +67,7 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
         for number in SIGNALS:
             loop.remove_signal_handler(number)
         await directory.aclose()
+    return not agent.has_hanging_threads
 
 
 class Agent:
@@ -94,6 +97,7 @@ class Agent:
         self._nvme_writing: asyncio.Task[None]
         self._stopping = asyncio.Event()
         self._is_ready = False
+        self.has_hanging_threads = False
 
     def stop(self) -> None:
         """Ask the agent to end in good order."""
@@ -105,7 +109,7 @@ class Agent:
             listener = opened.enter_context(self._listen())
             if self._store is not None:
                 self._store.open()
-                opened.callback(self._store.close)
+                opened.callback(self._close_store)
             async with asyncio.TaskGroup() as group:
                 await self._run_in(group, listener, ready)
 
@@ -186,7 +190,8 @@ class Agent:
             await _end(loops)
             await host.stop()
             await self._close_nvme()
-            await tier.close()
+            if not self.has_hanging_threads:
+                await tier.close()
             http.should_exit = True
             await asyncio.wait([web])
 
@@ -234,10 +239,14 @@ class Agent:
         return [group.create_task(restore(nvme, self._metrics)), group.create_task(promotion.run())]
 
     async def _close_nvme(self) -> None:
-        """Before the arena goes: reads and the write in hand use its slots."""
+        """Before the arena goes: reads and the write in hand use its slots. Where they hang it stays, to the end."""
         if self._nvme is not None:
             await self._promotion.close()
-            await self._nvme.close(self._nvme_writing)
+            self.has_hanging_threads = not await self._nvme.close(self._nvme_writing)
+
+    def _close_store(self) -> None:
+        if self._store is not None and not self.has_hanging_threads:
+            self._store.close()
 
     def _nvme_rate(self) -> float:
         assert self._nvme is not None, "asked for only where the tier is"

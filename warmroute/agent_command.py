@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from directory.errors import DirectoryError
 from nodeagent.agent import run
@@ -47,7 +48,8 @@ def run_command(options: argparse.Namespace) -> int:
         )
         for library in ("httpx", "uvicorn.error"):
             logging.getLogger(library).setLevel(logging.WARNING)
-        asyncio.run(run(config))
+        if not asyncio.run(run(config)):
+            _end_despite_hanging_threads()
     except (ConfigurationError, AgentError, DirectoryError) as error:
         return _refuse(error)
     except BaseExceptionGroup as group:
@@ -56,6 +58,14 @@ def run_command(options: argparse.Namespace) -> int:
             raise
         return _refuse(known.exceptions[0])
     return 0
+
+
+def _end_despite_hanging_threads() -> NoReturn:
+    """Everything is closed; an interpreter that ends in good order would wait for threads that a drive holds."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _refuse(error: BaseException) -> int:

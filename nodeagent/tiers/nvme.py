@@ -14,8 +14,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar, TypeVarTuple
 
 import xxhash
 
@@ -37,6 +37,8 @@ READ_THREADS = 4
 WRITES_QUEUED_MAX = 65_536
 LABELS_QUEUED_MAX = 65_536
 WRITE_PAUSE_S = 10.0
+CLOSE_WAIT_MAX_S = 5.0
+"""How long `close` waits for reads and writes under way: a drive that hangs may never end them."""
 VICTIMS_PER_STEP_MAX = 64
 ROOM_FRACTION = 100
 """Making room frees one part in so many of the quota, so that it isn't done for every write."""
@@ -87,6 +89,7 @@ class NvmeTier:
         self._writes: dict[bytes, Hierarchy] = {}
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="warmroute-nvme-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="warmroute-nvme-write")
+        self._jobs: set[Future[Any]] = set()
         metrics.bytes_limit.labels(NVME).set(quota_bytes)
         metrics.bytes_used.labels(NVME).set(0)
 
@@ -143,7 +146,7 @@ class NvmeTier:
         started, read_bytes = time.monotonic(), 0
         self._rate.begin(started)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._readers, self._read_file, entry, arena, slot)
+            await self.in_thread(self._readers, self._read_file, entry, arena, slot)
             read_bytes = entry.length
         except ChunkCorrupt as error:
             self._metrics.checksum_failures.inc()
@@ -197,14 +200,35 @@ class NvmeTier:
                 logger.exception("writing to nvme met a fault")
                 self._pause()
 
-    async def close(self, running: asyncio.Task[None]) -> None:
-        """End the loop (`running`), which finishes the file in hand, then the threads. The arena is there still."""
+    async def in_thread(
+        self, threads: Executor, function: Callable[[*Arguments], Result], *arguments: *Arguments
+    ) -> Result:
+        """Have a job done that touches the store; `close` waits for it, even where nobody else does any more."""
+        job = threads.submit(function, *arguments)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.wrap_future(job)
+
+    async def close(self, running: asyncio.Task[None]) -> bool:
+        """End the loop (`running`), which finishes the file in hand, then the threads, within `CLOSE_WAIT_MAX_S`.
+
+        Returns `False` where jobs hang: they may still use the store, and slots of the arena, so both must stay.
+        """
         self._is_closing = True
         self._is_listed.set()
         self._wake.set()
-        await asyncio.wait([running])
+        deadline = time.monotonic() + CLOSE_WAIT_MAX_S
+        done, _ = await asyncio.wait([running], timeout=CLOSE_WAIT_MAX_S)
+        if not done:
+            running.cancel()
+            await asyncio.wait([running])
         for threads in (self._readers, self._writer):
-            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+        under_way = list(self._jobs)
+        hanging = (await asyncio.to_thread(wait, under_way, max(0.0, deadline - time.monotonic()))).not_done
+        if hanging:
+            logger.warning("the drive doesn't end %d reads or writes; the agent ends without them", len(hanging))
+        return not hanging
 
     async def _step(self) -> bool:
         """Handle one file; returns whether there was one."""
@@ -377,7 +401,7 @@ class NvmeTier:
             raise ChunkCorrupt("a file holds other bytes than were indexed")
 
     async def _in_writer(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
+        return await self.in_thread(self._writer, function, *arguments)
 
 
 def _write_slot(store: Store, header: FileHeader, arena: Arena, slot: int) -> bool:

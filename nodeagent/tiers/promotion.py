@@ -6,6 +6,7 @@ began it still lands in DRAM.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +19,7 @@ from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.dram import DramTier
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
-from nodeagent.tiers.nvme import NvmeTier
+from nodeagent.tiers.nvme import CLOSE_WAIT_MAX_S, NvmeTier
 from nodeagent.tiers.nvme_index import NvmeEntry
 
 READS_PER_OPEN_MAX = 8
@@ -30,6 +31,8 @@ PREFETCH_WORKERS = 2
 PREFETCH_LOADS_MAX = 16
 """With more loads than this under way, opens are waiting: a prefetch is dropped."""
 DRAM = Tier.DRAM.label
+
+logger = logging.getLogger(__name__)
 
 
 class LowerTier(Protocol):
@@ -210,10 +213,20 @@ class Promotion:
                 group.create_task(self._follow_hints())
 
     async def close(self) -> None:
-        """Begin no more loads, and wait for those under way: their slots are the arena's."""
+        """Begin no more loads, and wait for those under way, at most `CLOSE_WAIT_MAX_S`; `NvmeTier.close` comes next.
+
+        A load that hangs is given up, but its read may still fill its slot: that isn't given back.
+        """
         self._is_closing = True
-        while self._loads:
-            await asyncio.wait([load.task for load in self._loads.values()])
+        tasks = [load.task for load in self._loads.values()]
+        if not tasks:
+            return
+        _, hanging = await asyncio.wait(tasks, timeout=CLOSE_WAIT_MAX_S)
+        if hanging:
+            logger.warning("%d reads from nvme don't end; they are given up", len(hanging))
+            for task in hanging:
+                task.cancel()
+            await asyncio.wait(hanging)
 
     async def _fill(self, run: HeldRun, keys: Sequence[bytes], hierarchy: Hierarchy, deadline: float) -> None:
         """Walk the keys with a few reads ahead; the first that isn't there, isn't good or isn't in time ends it.

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 async def restore(tier: NvmeTier, metrics: AgentMetrics, sleep: Sleep = asyncio.sleep) -> None:
     """Rebuild the tier's index, once. A folder that can't be listed is tried again; meanwhile nothing is written."""
     threads = ThreadPoolExecutor(1, thread_name_prefix="warmroute-nvme-restore")
-    loop = asyncio.get_running_loop()
     try:
         listing = await _list(tier, metrics, threads, sleep)
         tier.index.list_files(listing.files)
@@ -43,12 +42,12 @@ async def restore(tier: NvmeTier, metrics: AgentMetrics, sleep: Sleep = asyncio.
             )
         for start in range(0, len(listing.files), FILES_PER_BATCH):
             batch = [found for found in listing.files[start:][:FILES_PER_BATCH] if tier.index.is_listed(found.name)]
-            verdicts = await loop.run_in_executor(threads, _read_headers, tier.store, batch)
+            verdicts = await tier.in_thread(threads, _read_headers, tier.store, batch)
             for found, verdict in zip(batch, verdicts, strict=True):
                 _take(tier, metrics, found, verdict)
             tier.account()
             await sleep(len(batch) / FILES_PER_S)
-        ordered = await loop.run_in_executor(threads, order_of_use, *tier.index.account_of_use())
+        ordered = await tier.in_thread(threads, order_of_use, *tier.index.account_of_use())
         for start in range(0, len(ordered), REORDER_STEP_KEYS):
             tier.index.put_in_order(ordered[start : start + REORDER_STEP_KEYS])
             await asyncio.sleep(0)
@@ -62,7 +61,7 @@ async def restore(tier: NvmeTier, metrics: AgentMetrics, sleep: Sleep = asyncio.
 async def _list(tier: NvmeTier, metrics: AgentMetrics, threads: ThreadPoolExecutor, sleep: Sleep) -> Listing:
     while True:
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, tier.store.listing)
+            return await tier.in_thread(threads, tier.store.listing)
         except OSError as error:
             metrics.degraded.labels("nvme_unlisted").inc()
             logger.error("the nvme folder can't be listed; nothing is written to it: %s", error)

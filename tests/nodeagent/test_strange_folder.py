@@ -82,6 +82,16 @@ def test_what_is_no_file_is_never_waited_for_and_is_corrupt(store, make):
     assert store.listing().strangers == 1
 
 
+def test_a_link_to_a_good_file_is_not_followed(store, tmp_path):
+    put(store)
+    place_of(store).rename(tmp_path / "moved")
+    place_of(store).symlink_to(tmp_path / "moved")
+    with pytest.raises(ChunkCorrupt):
+        read(store)
+    assert put(store), "the quota counts a file, not a link"
+    assert not place_of(store).is_symlink()
+
+
 @pytest.mark.parametrize("make", REPLACED.values(), ids=REPLACED)
 def test_what_is_no_file_is_replaced_by_a_put(store, tmp_path, make):
     make(place_of(store))
