@@ -6,7 +6,7 @@ comes from (file, `WARMROUTE_*` variables, flags) is none of this module's busin
 
 import socket
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -124,3 +124,7 @@ class AgentConfig(Section):
     def state(self) -> Path:
         """The state folder in force."""
         return self.state_folder or Path(f"{self.door}.state")
+
+    def in_force(self) -> dict[str, Any]:
+        """Fields whose value in force follows from others, where they were left out."""
+        return {"state_folder": self.state}

@@ -12,7 +12,7 @@ from directory.errors import DirectoryError
 from nodeagent.agent import run
 from nodeagent.config import AgentConfig
 from nodeagent.errors import AgentError
-from warmroute.configuration import ConfigurationError, effective, load
+from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +43,7 @@ def run_command(options: argparse.Namespace) -> int:
         if options.check:
             print(effective(config), end="")
             return 0
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-        )
-        for library in ("httpx", "uvicorn.error"):
-            logging.getLogger(library).setLevel(logging.WARNING)
+        set_up_logging(config.log_level)
         if not asyncio.run(run(config)):
             _end_despite_hanging_threads()
     except (ConfigurationError, AgentError, DirectoryError) as error:

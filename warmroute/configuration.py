@@ -6,6 +6,7 @@ unknown key, in the file or in a variable, is an error that names the nearest kn
 
 import difflib
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,13 @@ def load(kind: type[Config], path: Path | None, environment: Mapping[str, str], 
         return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError("; ".join(_sentence(each, known) for each in error.errors())) from None
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr, without what libraries say of each request and each start of a server."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for library in ("httpx", "uvicorn.error"):
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def fields(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:

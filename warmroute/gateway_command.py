@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import uvloop
 from directory.errors import DirectoryError
 from gateway.app import PortTaken, run
 from gateway.config import GatewayConfig
-from warmroute.configuration import ConfigurationError, effective, load
+from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +34,7 @@ def run_command(options: argparse.Namespace) -> int:
         if options.check:
             print(effective(config), end="")
             return 0
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        for library in ("httpx", "uvicorn.error"):  # a line for each health check, and two for each server
-            logging.getLogger(library).setLevel(logging.WARNING)
+        set_up_logging(config.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(config))
     except (ConfigurationError, PortTaken, DirectoryError) as error:

@@ -168,6 +168,7 @@ def test_an_agent_is_configured_by_file_variables_and_flags_too(tmp_path: Path) 
     assert config.dram.quota_bytes == 64_000_000_000
     assert config.nvme.quota_bytes == 500_000_000
     assert config.nvme.path == Path("/mnt/kv")
+    assert yaml.safe_load(effective(config))["state_folder"] == "/tmp/door.sock.state"
 
 
 @pytest.mark.parametrize("part", ["agent", "directory"])

@@ -89,17 +89,6 @@ class _Replay(Enum):
     AGAIN = auto()
 
 
-def rank_endpoint(endpoint: str, rank: int) -> str:
-    """Where data-parallel rank `rank` publishes, given rank 0's `tcp://host:port`: vLLM adds the rank to the port.
-
-    Raises `ValueError` for an endpoint without a port.
-    """
-    host, separator, port = endpoint.rpartition(":")
-    if not separator or not port.isdecimal():
-        raise ValueError(f"{endpoint!r} has no port that a rank could be added to")
-    return f"{host}:{int(port) + rank}"
-
-
 class KvEventSubscriber:
     """One engine rank's events. `start` is a fresh table at 0, or one that was saved. One event loop's."""
 

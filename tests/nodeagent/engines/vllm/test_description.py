@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nodeagent.engines.vllm.description import check_launch
+from nodeagent.engines.vllm.description import check_launch, reachable
 from nodeagent.engines.vllm.launch import BLOCK_TOKENS, EngineLaunch, launch_line
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
 
@@ -79,3 +79,15 @@ def test_our_own_launch_line_is_accepted() -> None:
         ),
         SETTINGS,
     )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "reached"),
+    [
+        ("tcp://*:5557", 0, "tcp://127.0.0.1:5557"),
+        ("tcp://[::]:5557", 3, "tcp://127.0.0.1:5560"),
+        ("ipc:///run/kv.events", 0, "ipc:///run/kv.events"),
+    ],
+)
+def test_a_neighbour_connects_to_where_a_rank_binds(endpoint: str, rank: int, reached: str) -> None:
+    assert reachable(endpoint, rank) == reached

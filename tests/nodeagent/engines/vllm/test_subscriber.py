@@ -5,7 +5,6 @@ import pytest
 
 from nodeagent.engines.vllm.block_tree import Label
 from nodeagent.engines.vllm.events import AllBlocksCleared
-from nodeagent.engines.vllm.subscriber import rank_endpoint
 from tests.nodeagent.engines.vllm.following import BRIEF, chunk, following, fresh, gone, held, in_step, key
 from tests.nodeagent.engines.vllm.publishing_engine import publishing, until
 from tests.nodeagent.engines.vllm.recorded import stored
@@ -165,9 +164,3 @@ async def test_a_table_that_is_full_or_cannot_be_kept_is_unknown() -> None:
         await until(lambda: len(listener.unknown_because) == 2)
         assert listener.unknown_because[-1] == "approximate"
         assert subscriber.table.approximation == "group 1 is mamba"
-
-
-def test_a_ranks_endpoint_is_rank_0s_with_the_rank_added_to_the_port() -> None:
-    assert rank_endpoint("tcp://127.0.0.1:5557", 3) == "tcp://127.0.0.1:5560"
-    with pytest.raises(ValueError, match="no port"):
-        rank_endpoint("ipc://somewhere", 1)
