@@ -45,8 +45,8 @@ class Shard:
 class _Ask:
     """Keys of one MGET, and where their answers belong."""
 
-    keys: tuple[bytes, ...]
-    places: tuple[int, ...]
+    keys: Sequence[bytes]
+    places: Sequence[int]
 
     def singly(self) -> list["_Ask"]:
         return [_Ask((key,), (place,)) for key, place in zip(self.keys, self.places, strict=True)]
@@ -114,9 +114,10 @@ class Connections:
         Each group is one MGET, all in one round trip to the server of `partition`, which they share as far as known.
         """
         await self._find_owners()
-        asks, begun = [], 0
+        asks: list[_Ask] = []
+        begun = 0
         for group in groups:
-            asks.append(_Ask(tuple(group), tuple(range(begun, begun + len(group)))))
+            asks.append(_Ask(group, range(begun, begun + len(group))))
             begun += len(group)
         answers: list[Answer] = [None] * begun
         await self._ask(self._node_of(partition), asks, answers)
@@ -150,8 +151,10 @@ class Connections:
             values = _values_of(reply, len(ask.keys))
             if isinstance(values, MISPLACED):
                 self._suspect()
-            for index, place in enumerate(ask.places):
-                answers[place] = values if isinstance(values, Exception) else values[index]
+            # One group's places follow each other, also where it is asked key by key.
+            answers[ask.places[0] : ask.places[-1] + 1] = (
+                [values] * len(ask.keys) if isinstance(values, Exception) else values
+            )
         if onward:
             await asyncio.gather(
                 *(

@@ -35,7 +35,7 @@ from directory.members import (
     encode_registration,
 )
 from directory.placements import PARTITIONS, partition_of
-from directory.redis_connections import Answer, Connections
+from directory.redis_connections import Answer, Connections, Shard
 from directory.redis_errors import map_redis_errors
 from directory.redis_node import CALL_TIMEOUT_S, CONNECTIONS_MAX
 from directory.server_url import parse_server_url
@@ -189,16 +189,10 @@ class RedisDirectory:
         shards = self._connections.shards
         if not shards:
             shards = await self._within(self._connections.find_shards(), ends_at - now())
-        by_partition: list[list[int]] = [[] for _ in range(PARTITIONS)]
-        for place, key in enumerate(keys):
-            by_partition[partition_of(key)].append(place)
         reads = {}
-        for shard in shards:
-            groups = [[place for partition in group for place in by_partition[partition]] for group in shard.groups]
-            groups = [group for group in groups if group]
-            if groups:
-                names = [[self._keys.record(keys[place]) for place in group] for group in groups]
-                reads[self._begin(self._connections.read(names, partition_of(keys[groups[0][0]])))] = groups
+        for groups in _divided(keys, shards):
+            names = [self._keys.records(keys[place] for place in group) for group in groups]
+            reads[self._begin(self._connections.read(names, partition_of(keys[groups[0][0]])))] = groups
         await asyncio.wait(reads, timeout=max(0.0, ends_at - now()))
         records: list[bytes | None] = [None] * len(keys)
         errors: list[Exception] = []
@@ -221,16 +215,16 @@ class RedisDirectory:
         calls = []
         for home in homes:
             keys = (self._keys.registrations(home), *((self._keys.versions(home),) if with_versions else ()))
-            calls.append(self._within(self._call_function(home, function, keys, args, verb)))
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        failed = {home: each for home, each in zip(homes, outcomes, strict=True) if isinstance(each, BaseException)}
-        for error in failed.values():
-            if len(failed) == len(homes) or not isinstance(error, DirectoryError):
-                raise error
+            calls.append(self._begin(self._call_function(home, function, keys, args, verb)))
+        await asyncio.wait(calls, timeout=CALL_TIMEOUT_S)
+        outcomes = [_outcome_of(call, CALL_TIMEOUT_S) for call in calls]
+        failed = {home: each for home, each in zip(homes, outcomes, strict=True) if isinstance(each, DirectoryError)}
+        if len(failed) == len(homes):
+            raise failed[homes[0]]
         self._tell_of(failed)
-        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        return [outcome for outcome in outcomes if not isinstance(outcome, DirectoryError)]
 
-    def _tell_of(self, failed: dict[int, BaseException]) -> None:
+    def _tell_of(self, failed: dict[int, DirectoryError]) -> None:
         """Say once that the table is read and written in one place only, and when that is over."""
         if failed.keys() != self._failing_homes:
             self._failing_homes = frozenset(failed)
@@ -298,12 +292,31 @@ def _result_of(task: "asyncio.Task[_T]", waited_s: float) -> _T:
     return task.result()
 
 
-def _answers_of(task: "asyncio.Task[list[Answer]]", keys: int, waited_s: float) -> list[Answer]:
-    """A read's answers, or what it failed with in place of each."""
+def _outcome_of(task: "asyncio.Task[_T]", waited_s: float) -> _T | DirectoryError:
     try:
         return _result_of(task, waited_s)
     except DirectoryError as error:
-        return [error] * keys
+        return error
+
+
+def _answers_of(task: "asyncio.Task[list[Answer]]", keys: int, waited_s: float) -> list[Answer]:
+    """A read's answers, or what it failed with in place of each."""
+    outcome = _outcome_of(task, waited_s)
+    return [outcome] * keys if isinstance(outcome, DirectoryError) else outcome
+
+
+def _divided(keys: Sequence[bytes], shards: Sequence[Shard]) -> list[list[Sequence[int]]]:
+    """For each shard that holds some of the keys: their places, one group a command."""
+    if len(shards) == 1 and len(shards[0].groups) == 1:
+        return [[range(len(keys))]]
+    by_partition: list[list[int]] = [[] for _ in range(PARTITIONS)]
+    for place, key in enumerate(keys):
+        by_partition[partition_of(key)].append(place)
+    divided: list[list[Sequence[int]]] = []
+    for shard in shards:
+        groups = ([place for partition in group for place in by_partition[partition]] for group in shard.groups)
+        divided.append([group for group in groups if group])
+    return [groups for groups in divided if groups]
 
 
 def _raise_for(error: Exception, asked_all: bool) -> NoReturn:

@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Iterable
 from importlib import resources
 
 from directory.errors import DirectoryError
@@ -66,6 +67,11 @@ class Keyspace:
     def record(self, key: bytes) -> bytes:
         """Where the packed holders of a directory key (16 bytes) are."""
         return self._partitions[partition_of(key)] + key
+
+    def records(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The same of many."""
+        prefixes = self._partitions
+        return [prefixes[partition_of(key)] + key for key in keys]
 
     def attempts(self, partition: int, incarnation: bytes) -> bytes:
         """Where a partition keeps the number of an incarnation's last attempt."""
