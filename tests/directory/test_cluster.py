@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from directory.errors import (
 )
 from directory.redis_directory import FIRST_STEP_KEYS, RedisDirectory
 from directory.redis_topology import PARTITION_SLOTS
+from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.servers import ClusterOfThree, ServerProcess
 from tests.directory.stands import until
@@ -387,13 +387,6 @@ class TestServers:
             await gateway.retire(B)
         for each in (agent, gateway):
             await each.aclose()
-
-
-def documented_users() -> dict[str, list[str]]:
-    """The README's users, by name, as words of a command."""
-    readme = Path(schema.__file__).with_name("README.md").read_text()
-    rules = [line.replace("<password>", "pw").split() for line in readme.splitlines() if line.startswith("ACL SETUSER")]
-    return {rule[2]: rule for rule in rules}
 
 
 async def test_fleets_are_told_apart_by_their_prefix(cluster: ClusterOfThree, directory: RedisDirectory) -> None:
