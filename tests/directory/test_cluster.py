@@ -218,7 +218,10 @@ class TestTable:
         await directory.register(A, HOST, LOAD, term_s=3600.0)
         server = home(cluster, 1)
         name = schema.DEFAULT_KEYSPACE.registrations(schema.TABLE_HOMES_IN_A_CLUSTER[1])
-        server.client().hset(name, b"t" + A, "1000:0")  # lapsed long ago, as after an hour of not being reached
+        server_s: Any = server.client().time()[0]
+        server.client().hset(
+            name, b"t" + A, f"{(server_s - 60) * 1000}:0"
+        )  # not reached for a minute, in which it lapsed
         (member,) = await directory.members()
         assert member.remaining_s > 3000
 
@@ -228,7 +231,14 @@ class TestTable:
         home(cluster, 1).client().hset(schema.DEFAULT_KEYSPACE.versions(schema.TABLE_HOMES_IN_A_CLUSTER[1]), "v2", 1)
         with pytest.raises(SchemaMismatch, match="v2"):
             await directory.members()
+
+    async def test_a_home_that_lost_our_fleet_to_another_version_does_not_hide_it_in_the_other(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
         await directory.register(A, HOST, LOAD)
+        server = home(cluster, 1).client()
+        server.flushall()
+        server.hset(schema.DEFAULT_KEYSPACE.versions(schema.TABLE_HOMES_IN_A_CLUSTER[1]), "v2", 1)
         assert len(await directory.members()) == 1
 
 
