@@ -11,8 +11,7 @@ import pytest
 from tests.gateway import mock_engine as mock
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
-from tests.warmroute.fleets import free_port, left_behind, up
-from tests.warmroute.test_up import refused
+from tests.warmroute.fleets import free_port, left_behind, refused, up
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
