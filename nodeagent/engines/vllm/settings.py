@@ -19,9 +19,10 @@ class SettingsRefused(ValueError):
 class EngineSettings:
     """`door`: the agent's Unix socket. `engine`: its name in the fleet. `url`: where gateways reach it, without /v1.
 
-    `staging_gb`: vLLM's own host memory, a passage to the agent's tiers (GB, 10^9 bytes): as much as the longest
-    prompts that load at once. `chunk_tokens`: the fleet's chunk. `offload_replies`: keep what was decoded as well; its
-    KV differs from that of a prefill in the last bits. `flops`: useful FLOP/s until they were observed.
+    `staging_gb`: vLLM's own host memory, a passage to the agent's tiers (GB, 10^9 bytes): what lies beyond it of
+    the prompts that load at once is computed. `chunk_tokens`: the fleet's chunk. `offload_replies`: keep what was
+    decoded as well; its KV differs from that of a prefill in the last bits. `flops`: useful FLOP/s until they were
+    observed.
     """
 
     door: str
