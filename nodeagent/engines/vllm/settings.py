@@ -55,7 +55,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> EngineSettings:
     _check_number("staging_gb", settings.staging_gb)
     if settings.flops is not None:
         _check_number("flops", settings.flops)
-    if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens < 1:
+    if type(settings.chunk_tokens) is not int or settings.chunk_tokens < 1:
         raise SettingsRefused("kv_connector_extra_config: chunk_tokens must be a whole number of tokens above 0")
     if not isinstance(settings.offload_replies, bool):
         raise SettingsRefused("kv_connector_extra_config: offload_replies must be true or false")
