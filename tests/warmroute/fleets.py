@@ -1,6 +1,7 @@
 """A real local fleet in a process of its own, as a user runs it."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,8 @@ from directory.tiers import tier_names
 
 MODEL = "smollm2-135m-instruct"
 START_BOUND_S = 150.0
+DEMO_BOUND_S = 400.0
+REFUSED_BOUND_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -177,3 +180,24 @@ def is_serving(fleet: RunningFleet) -> bool:
 def left_behind(temporary: Path) -> list[str]:
     """Sockets, folders and locks in the temporary folder, the files' cache aside."""
     return [path.name for path in temporary.iterdir() if path.name != "cache"]
+
+
+def play_demo(temporary: Path, *options: str) -> list[dict[str, Any]]:
+    """The demo's rows, of a fleet that ended well and left nothing."""
+    process = up(temporary, "--demo", "--exit", "--json", *options)
+    output, errors = process.communicate(timeout=DEMO_BOUND_S)
+    assert process.returncode == 0, errors
+    assert left_behind(temporary) == []
+    rows: list[dict[str, Any]] = json.loads(output)
+    return rows
+
+
+def refused(temporary: Path, *options: str, port: int | None = None) -> str:
+    """The one sentence with which it refuses to start."""
+    process = up(temporary, *options, port=port)
+    _, errors = process.communicate(timeout=REFUSED_BOUND_S)
+    assert process.returncode == 2
+    assert errors.startswith("warmroute up: ")
+    assert errors.count("\n") == 1, errors
+    assert left_behind(temporary) == []
+    return errors

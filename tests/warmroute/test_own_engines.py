@@ -11,8 +11,7 @@ import pytest
 from tests.gateway import mock_engine as mock
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
-from tests.warmroute.fleets import free_port, left_behind, up
-from tests.warmroute.test_up import refused
+from tests.warmroute.fleets import free_port, left_behind, refused, up
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
@@ -55,18 +54,6 @@ async def test_two_plain_servers_serve_chat_streams_and_errors_behind_the_gatewa
     assert process.returncode == 0
     assert f"{a.url}: ready ({MODEL})" in errors
     assert left_behind(tmp_path) == []
-
-
-def test_an_engine_that_is_not_there_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    process = up(tmp_path, "--engine", url)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert f"{url}: unreachable: ConnectError (no model yet)" in errors
 
 
 def test_what_makes_no_sense_with_own_engines_is_refused(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ threads do the waiting: one asks the agent (a batch of keys for each request, op
 into rows, one stores rows. Whatever becomes of the agent, a lookup ends as a miss and a job as failed within their
 deadlines: the engine then computes what it would have loaded.
 
-A key that is found is held by a reference until it was loaded or its requests are finished, so what was promised to
-the scheduler is there when it loads. It depends on nothing of vLLM.
+What is asked, in which pieces, and what the scheduler is promised is `promises.py`'s to decide. Neither depends on
+anything of vLLM.
 """
 
-import enum
 import logging
 import queue
 import threading
@@ -17,20 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from nodeagent.client import ChunkLabel, OpenedChunk, PutResult
+from nodeagent.client import ChunkLabel, OpenedChunk, OpenedPiece, PutResult
+from nodeagent.engines.vllm.promises import Promises, Run, Verdict
 
 LOOKUP_WAIT_MIN_S, LOOKUP_WAIT_MAX_S = 0.05, 2.0
-"""Bounds on how long a run may be looked for and read from disk; in between, a part of what computing it would take."""
+"""Bounds on how long a piece may be looked for and read from disk. In between, the pieces of a run together have a part
+of what computing it would take."""
 LOOKUP_WAIT_FRACTION = 0.5
 SILENCE_S = 0.25
 """An agent that let a whole lookup pass in silence isn't asked for this long: requests behind it don't wait as well."""
 PUT_WAIT_S = 2.0
 LOAD_THREADS = 2
 STORES_QUEUED_MAX = 256
-VERDICTS_MAX = 1_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Host(Protocol):
         """Whether the agent has let this engine in."""
         ...
 
-    def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
-        """References to the leading run of storage keys that is held."""
+    def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
+        """References to the leading run of storage keys that is held at once, and whether it goes on."""
         ...
 
     def read_into(self, chunk: OpenedChunk, target: memoryview) -> bool:
@@ -58,14 +58,6 @@ class Host(Protocol):
     def put(self, label: ChunkLabel, payload: memoryview, timeout_s: float) -> PutResult:
         """Store a chunk."""
         ...
-
-
-class Verdict(enum.Enum):
-    """What is known of a key: it can be loaded, it can't, or ask again at the next step."""
-
-    HIT = enum.auto()
-    MISS = enum.auto()
-    RETRY = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +78,6 @@ class FinishedJob:
     moved: tuple[bytes, ...]
     seconds: float
     moved_bytes: int
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """A key that requests wait for. `opened` is the reference that a hit holds."""
-
-    requests: set[str] = field(default_factory=set)
-    verdict: Verdict = Verdict.RETRY
-    opened: OpenedChunk | None = None
 
 
 class ChunkTransfers:
@@ -122,14 +105,13 @@ class ChunkTransfers:
         self._seconds_per_chunk = seconds_per_chunk
         self._clock = clock
         self._lock = threading.Lock()
-        self._asked: dict[bytes, _Asked] = {}
-        self._by_request: dict[str, dict[bytes, None]] = {}
-        self._batch: dict[str, list[bytes]] = {}
+        self._promises = Promises(area.nbytes // row_bytes)
         self._silent_until = 0.0
         self._finished: queue.SimpleQueue[FinishedJob] = queue.SimpleQueue()
         self._under_way: dict[int, Future[None]] = {}
         self._queued_stores = 0
         self._is_draining = False
+        self._is_closing = False
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="warmroute-lookup")
         self._loads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="warmroute-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="warmroute-store")
@@ -142,49 +124,26 @@ class ChunkTransfers:
     def look_up(self, key: bytes, request: str) -> Verdict:
         """What is known of a key; one that is new is asked for at the next `flush`."""
         with self._lock:
-            asked = self._asked.get(key)
-            if asked is None:
-                if not self._host.is_connected or self._is_silent() or len(self._asked) >= VERDICTS_MAX:
-                    return Verdict.MISS
-                asked = self._asked[key] = _Asked()
-                self._batch.setdefault(request, []).append(key)
-            asked.requests.add(request)
-            self._by_request.setdefault(request, {})[key] = None
-            return asked.verdict
+            return self._promises.look_up(key, request, may_ask=self._host.is_connected and not self._is_silent())
 
     def flush(self) -> None:
-        """Send what was looked up in this step to the agent, a run for each request."""
+        """The end of a step, its loads being begun: ask the agent for what was looked up in it and isn't known."""
         with self._lock:
-            batch, self._batch = self._batch, {}
-        for keys in batch.values():
-            self._lookups.submit(self._find, keys)
+            end = self._promises.end_step()
+        self._give_back(end.given_back)
+        for run in end.to_open:
+            self._lookups.submit(self._find, run)
 
     def forget(self, request: str) -> None:
-        """A request is finished: what was held for it alone is given back."""
-        given_back: list[OpenedChunk] = []
+        """A request is through with its lookups, or begins them anew: what was held for it alone is given back."""
         with self._lock:
-            self._batch.pop(request, None)
-            for key in self._by_request.pop(request, ()):
-                asked = self._asked.get(key)
-                if asked is None:
-                    continue
-                asked.requests.discard(request)
-                if not asked.requests:
-                    del self._asked[key]
-                    if asked.opened is not None:
-                        given_back.append(asked.opened)
-        if given_back:
-            self._lookups.submit(self._host.close, given_back)
+            given_back = self._promises.forget(request)
+        self._give_back(given_back)
 
     def load(self, job: int, chunks: Sequence[ChunkRow]) -> None:
         """Fill rows with chunks that were hits. What isn't there any more fails, and is a miss from then on."""
-        opened = []
         with self._lock:
-            for chunk in chunks:
-                asked = self._asked.get(chunk.key)
-                opened.append(asked.opened if asked is not None else None)
-                if asked is not None:
-                    asked.opened = None
+            opened = self._promises.begin_load([chunk.key for chunk in chunks])
         self._under_way[job] = self._loads.submit(self._load, job, list(chunks), opened, self._clock())
 
     def store(self, job: int, chunks: Sequence[ChunkRow]) -> None:
@@ -215,46 +174,38 @@ class ChunkTransfers:
 
     def close(self) -> None:
         """Drain, give everything back, end the threads."""
-        self._is_draining = True
+        self._is_draining = self._is_closing = True
         for pool in (self._loads, self._stores, self._lookups):
-            pool.shutdown(wait=True, cancel_futures=pool is self._lookups)
+            pool.shutdown(wait=True)
         with self._lock:
-            held = [asked.opened for asked in self._asked.values() if asked.opened is not None]
-            self._asked.clear()
-            self._by_request.clear()
+            held = self._promises.forget_all()
         self._host.close(held)
 
     def _is_silent(self) -> bool:
         return self._clock() < self._silent_until
 
-    def _find(self, keys: list[bytes]) -> None:
-        """Open a run. Keys whose requests were forgotten meanwhile are given back."""
-        wait_s = len(keys) * self._seconds_per_chunk * LOOKUP_WAIT_FRACTION
-        wait_s = min(max(wait_s, LOOKUP_WAIT_MIN_S), LOOKUP_WAIT_MAX_S)
-        opened: list[OpenedChunk] = []
+    def _find(self, run: Run) -> None:
+        """Open the next piece of a run."""
+        with self._lock:
+            keys = self._promises.wanted(run)
+        patience_s = run.keys * self._seconds_per_chunk * LOOKUP_WAIT_FRACTION - run.waited_s
+        wait_s = min(max(patience_s, LOOKUP_WAIT_MIN_S), LOOKUP_WAIT_MAX_S)
+        piece = OpenedPiece([])
         started = self._clock()
         try:
-            if not self._is_silent():
-                opened = self._host.open([self._storage_key(key) for key in keys], wait_s)
+            if keys and not self._is_silent() and not self._is_closing:
+                piece = self._host.open_piece([self._storage_key(key) for key in keys], wait_s)
         except Exception:  # the edge of the thread: a fault here must be a miss, not a request that waits for ever
             logger.exception("chunks can't be looked up")
-        if not opened and self._clock() - started >= wait_s:
+        waited_s = self._clock() - started
+        run.waited_s += waited_s
+        if not piece.is_answered and waited_s >= wait_s:
             self._silent_until = self._clock() + SILENCE_S
-        unwanted: list[OpenedChunk] = []
+        fitting = next((i for i, chunk in enumerate(piece.chunks) if chunk.length != self._chunk_bytes), None)
+        found = piece.chunks[:fitting]
         with self._lock:
-            for index, key in enumerate(keys):
-                found = opened[index] if index < len(opened) else None
-                if found is not None and found.length != self._chunk_bytes:
-                    unwanted.append(found)
-                    found = None
-                asked = self._asked.get(key)
-                if asked is None or asked.verdict is not Verdict.RETRY:
-                    unwanted += [found] if found is not None else []
-                    continue
-                asked.opened = found
-                asked.verdict = Verdict.HIT if found is not None else Verdict.MISS
-        if unwanted:
-            self._host.close(unwanted)
+            unwanted = self._promises.settle(run, keys, found, piece.goes_on and fitting is None)
+        self._host.close([*unwanted, *piece.chunks[len(found) :]])
 
     def _load(self, job: int, chunks: list[ChunkRow], opened: list[OpenedChunk | None], started: float) -> None:
         moved: list[bytes] = []
@@ -265,27 +216,15 @@ class ChunkTransfers:
         except Exception:  # the edge of the thread: the job must end
             logger.exception("chunks can't be loaded")
         finally:
-            self._end_load(chunks, set(moved), [found for found in opened if found is not None])
+            # Given back before the next piece can be asked for: the host needs the room for it.
+            self._host.close([found for found in opened if found is not None])
+            with self._lock:
+                self._promises.end_load([chunk.key for chunk in chunks], set(moved))
             self._end(job, len(moved) == len(chunks), moved, started)
 
-    def _end_load(self, chunks: Sequence[ChunkRow], moved: set[bytes], opened: list[OpenedChunk]) -> None:
-        with self._lock:
-            for chunk in chunks:
-                asked = self._asked.get(chunk.key)
-                if asked is None:
-                    continue
-                # What was loaded is in the staging rows: who asks again, after it left them, asks the agent anew. What
-                # failed is a miss for as long as its requests live, or they would try for ever.
-                if chunk.key in moved:
-                    self._drop(chunk.key, asked)
-                else:
-                    asked.verdict = Verdict.MISS
-        self._host.close(opened)
-
-    def _drop(self, key: bytes, asked: _Asked) -> None:
-        for request in asked.requests:
-            self._by_request.get(request, {}).pop(key, None)
-        del self._asked[key]
+    def _give_back(self, chunks: list[OpenedChunk]) -> None:
+        if chunks:
+            self._lookups.submit(self._host.close, chunks)
 
     def _store(self, job: int, chunks: list[ChunkRow], started: float) -> None:
         moved: list[bytes] = []

@@ -21,7 +21,7 @@ from nodeagent.engines.vllm.engine_metrics import METRICS_BYTES_MAX, MetricsUnre
 from nodeagent.engines.vllm.gpu_table import GpuChanges, GpuTable
 from nodeagent.engines.vllm.saved_table import SavedTable, load_table
 from nodeagent.engines.vllm.staging_file import remove_staging_file
-from nodeagent.engines.vllm.subscriber import EventSource, GpuUnknown, KvEventSubscriber
+from nodeagent.engines.vllm.subscriber import GpuUnknown, KvEventSubscriber
 from nodeagent.label_book import LabelBook, Labelled
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import KvEventSource, LoadReport
@@ -68,12 +68,7 @@ class VllmFollower:
         start = saved or SavedTable(GpuTable(digest, chunk_tokens, _no_adapter), 0, b"")
         listener = _Listener(engine, start.table, self._labels, self._tiers, self._metrics)
         context = zmq.asyncio.Context()
-        subscriber = self._subscribers[engine.name] = KvEventSubscriber(
-            EventSource(source.endpoint, source.replay_endpoint, source.topic, source.data_parallel_rank),
-            start,
-            listener,
-            context,
-        )
+        subscriber = self._subscribers[engine.name] = KvEventSubscriber(source, start, listener, context)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(subscriber.run())
@@ -91,15 +86,11 @@ class VllmFollower:
         subscriber = self._subscribers.get(engine)
         return subscriber is not None and subscriber.is_known
 
-    def was_reset(self, engine: str) -> bool:
-        """An operator has reset an engine's prefix cache: it says so itself only with its next step.
-
-        Returns whether the engine is followed.
-        """
+    def was_reset(self, engine: str) -> None:
+        """An operator has reset an engine's prefix cache: it says so itself only with its next step."""
         subscriber = self._subscribers.get(engine)
         if subscriber is not None:
             subscriber.cleared()
-        return subscriber is not None
 
     def _read(self, path: Path, life: bytes, digest: bytes, chunk_tokens: int) -> SavedTable | None:
         try:

@@ -22,6 +22,7 @@ VLLM = (
     "content_digest",
     "description",
     "offloading_spec",
+    "promises",
     "secondary_tier",
     "settings",
     "staging_file",

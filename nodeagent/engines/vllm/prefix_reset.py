@@ -1,5 +1,7 @@
 """Resets a vLLM engine's prefix cache, so that the fleet knows at once: an idle one tells with its next step only."""
 
+import asyncio
+
 import httpx
 
 from nodeagent.engines.vllm.follower import VllmFollower
@@ -15,10 +17,10 @@ async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) 
     if engine is None:
         return ResetOutcome.UNKNOWN
     try:
-        async with httpx.AsyncClient(timeout=RESET_TIMEOUT_S, trust_env=False) as http:
+        async with asyncio.timeout(RESET_TIMEOUT_S), httpx.AsyncClient(timeout=None, trust_env=False) as http:
             answer = await http.post(f"{engine.registration.url}/reset_prefix_cache")
             is_done = answer.is_success and answer.json().get("success") is True
-    except (httpx.HTTPError, ValueError, AttributeError):
+    except (httpx.HTTPError, TimeoutError, ValueError, AttributeError, RecursionError):
         return ResetOutcome.REFUSED
     if not is_done:
         return ResetOutcome.REFUSED

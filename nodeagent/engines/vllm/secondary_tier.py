@@ -18,9 +18,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from directory.chunks import foreign_storage_key
 from nodeagent.client import ChunkClient
-from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, FinishedJob, Verdict
+from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, FinishedJob
 from nodeagent.engines.vllm.connector import ADAPTER_REQUESTS, description
 from nodeagent.engines.vllm.description import KvLayout, describe_engine, seconds_per_chunk
+from nodeagent.engines.vllm.promises import Verdict
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
 from nodeagent.engines.vllm.staging_file import staging_path
 
@@ -96,8 +97,10 @@ class WarmrouteTier(SecondaryTierManager):
             self._transfers.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask for what this step looked up."""
+        """Ask for what this step looked up. What was scheduled isn't looked up again, or from the beginning."""
         if self._transfers is not None:
+            for request in (*context.new_req_ids, *context.preempted_req_ids):
+                self._transfers.forget(request)
             self._transfers.flush()
 
     def drain_jobs(self) -> None:

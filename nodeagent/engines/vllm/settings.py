@@ -19,9 +19,10 @@ class SettingsRefused(ValueError):
 class EngineSettings:
     """`door`: the agent's Unix socket. `engine`: its name in the fleet. `url`: where gateways reach it, without /v1.
 
-    `staging_gb`: vLLM's own host memory, a passage to the agent's tiers (GB, 10^9 bytes): as much as the longest
-    prompts that load at once. `chunk_tokens`: the fleet's chunk. `offload_replies`: keep what was decoded as well; its
-    KV differs from that of a prefill in the last bits. `flops`: useful FLOP/s until they were observed.
+    `staging_gb`: vLLM's own host memory, a passage to the agent's tiers (GB, 10^9 bytes): what lies beyond it of
+    the prompts that load at once is computed. `chunk_tokens`: the fleet's chunk. `offload_replies`: keep what was
+    decoded as well; its KV differs from that of a prefill in the last bits. `flops`: useful FLOP/s until they were
+    observed.
     """
 
     door: str
@@ -54,7 +55,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> EngineSettings:
     _check_number("staging_gb", settings.staging_gb)
     if settings.flops is not None:
         _check_number("flops", settings.flops)
-    if not isinstance(settings.chunk_tokens, int) or settings.chunk_tokens < 1:
+    if type(settings.chunk_tokens) is not int or settings.chunk_tokens < 1:
         raise SettingsRefused("kv_connector_extra_config: chunk_tokens must be a whole number of tokens above 0")
     if not isinstance(settings.offload_replies, bool):
         raise SettingsRefused("kv_connector_extra_config: offload_replies must be true or false")

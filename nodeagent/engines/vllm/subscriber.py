@@ -28,6 +28,7 @@ from nodeagent.engines.vllm.batch_order import BatchOrder, Place
 from nodeagent.engines.vllm.events import PAYLOAD_BYTES_MAX, decode_batch
 from nodeagent.engines.vllm.gpu_table import GpuChanges, GpuTable
 from nodeagent.engines.vllm.saved_table import SavedTable, dump_table
+from nodeagent.messages import KvEventSource
 
 LIVE_BATCHES_MAX = 10_000
 """In the SUB socket's queue; beyond it the engine's own socket queues, then drops, and a replay closes the hole."""
@@ -41,16 +42,6 @@ REPLAY_END = b"\xff" * SEQUENCE_BYTES
 FAULT_PAUSE_S = 1.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """Where one rank of an engine publishes: ZeroMQ endpoints to connect to, as /kv_event_sources tells them."""
-
-    events: str
-    replay: str | None
-    topic: str = ""
-    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ class KvEventSubscriber:
 
     def __init__(
         self,
-        source: EventSource,
+        source: KvEventSource,
         start: SavedTable,
         listener: GpuListener,
         context: zmq.asyncio.Context,
@@ -117,7 +108,6 @@ class KvEventSubscriber:
         self._is_replaying = False
         self._is_synced = False
         self._is_connected = False
-        self._restarted = asyncio.Event()
 
     @property
     def table(self) -> GpuTable:
@@ -145,11 +135,6 @@ class KvEventSubscriber:
             return None
         return dump_table(SavedTable(self._table, self._order.next_sequence, self._order.last_digest), life)
 
-    def restarted(self) -> None:
-        """The engine's process is another one: it is empty and its numbers begin at 0. What is under way is old."""
-        self._begin_life()
-        self._restarted.set()
-
     def cleared(self) -> None:
         """The engine's prefix cache was reset, or its memory put to sleep: it says so only when it next computes."""
         self._tell(self._table.clear(is_complete=True))
@@ -157,21 +142,13 @@ class KvEventSubscriber:
     async def run(self) -> None:
         """Follow until cancelled."""
         while True:
-            self._restarted.clear()
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(self._follow())
-                await self._restarted.wait()
-                following.cancel()  # with its socket goes what the old process sent
-
-    async def _follow(self) -> None:
-        while True:
             try:
                 with closing(self._open(zmq.SUB, LIVE_BATCHES_MAX)) as live:
                     live.setsockopt(zmq.SUBSCRIBE, self._source.topic.encode())
-                    live.connect(self._source.events)
+                    live.connect(self._source.endpoint)
                     await self._listen(live)
             except Exception:  # the edge of the loop: whatever it was, nothing that was known is trusted
-                logger.exception("following the KV events of %s met a fault", self._source.events)
+                logger.exception("following the KV events of %s met a fault", self._source.endpoint)
                 self._begin_anew()
                 await asyncio.sleep(FAULT_PAUSE_S)
 
@@ -195,8 +172,6 @@ class KvEventSubscriber:
         await asyncio.sleep(0)
 
     def _receive(self, frames: list[bytes]) -> None:
-        if self._restarted.is_set():
-            return  # the old process's; this socket is about to be closed
         if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
             self.counts["malformed_message"] += 1
         elif frames[0] != self._source.topic.encode():
@@ -239,7 +214,7 @@ class KvEventSubscriber:
         batch = decode_batch(payload)
         self._order.advance(payload)
         was_followed, was_complete = self._table.approximation is None, self._table.is_complete
-        if None not in (self._source.rank, batch.data_parallel_rank) and batch.data_parallel_rank != self._source.rank:
+        if batch.data_parallel_rank not in (None, self._source.data_parallel_rank):
             self._drop("other_rank")
             return
         self._tell(self._table.apply(batch))
@@ -265,7 +240,7 @@ class KvEventSubscriber:
         self._say_unknown(reason)
 
     def _say_unknown(self, reason: str) -> None:
-        logger.warning("what the engine at %s holds isn't known any more: %s", self._source.events, reason)
+        logger.warning("what the engine at %s holds isn't known any more: %s", self._source.endpoint, reason)
         self.counts["unknown"] += 1
         self._listener.unknown(GpuUnknown(reason))
 
@@ -306,11 +281,11 @@ class KvEventSubscriber:
     async def _synchronize(self, live: zmq.asyncio.Socket) -> None:
         """Have the engine repeat what was missed. Gives up after `replay_stalls_max` attempts that brought nothing."""
         self._needs_replay, stalls = False, 0
-        while self._source.replay is not None and stalls < self._limits.replay_stalls_max:
+        while self._source.replay_endpoint is not None and stalls < self._limits.replay_stalls_max:
             before = (self._epoch, self._order.next_sequence)
             self._is_replaying = True
             try:
-                outcome = await self._replay(live, self._source.replay)
+                outcome = await self._replay(live, self._source.replay_endpoint)
             finally:
                 self._is_replaying = False
             if outcome is _Replay.COMPLETE:
@@ -321,7 +296,7 @@ class KvEventSubscriber:
                 if not self._needs_replay:
                     return
             stalls = stalls + 1 if before == (self._epoch, self._order.next_sequence) else 0
-        cannot_verify = self._source.replay is None and self._order.next_sequence > 0 and not self._is_synced
+        cannot_verify = self._source.replay_endpoint is None and self._order.next_sequence > 0 and not self._is_synced
         if self._held or cannot_verify:
             self._give_up("no_replay")
         self._needs_replay = False

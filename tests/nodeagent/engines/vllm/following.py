@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from nodeagent.engines.vllm.block_tree import Label

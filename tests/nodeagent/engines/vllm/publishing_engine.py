@@ -11,9 +11,10 @@ import zmq
 import zmq.asyncio
 
 from nodeagent.engines.vllm.events import Event
-from nodeagent.engines.vllm.subscriber import EventSource
+from nodeagent.messages import KvEventSource
 from tests.nodeagent.engines.vllm.recorded import payload
 
+BLOCK_TOKENS = 2
 WAIT_S = 10.0
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -43,8 +44,8 @@ class PublishingEngine:
         self._open()
 
     @property
-    def source(self) -> EventSource:
-        return EventSource(self._endpoint("events"), self._endpoint("replay"), self.topic)
+    def source(self) -> KvEventSource:
+        return KvEventSource(self._endpoint("events"), self._endpoint("replay"), self.topic, BLOCK_TOKENS)
 
     async def listened_to(self) -> None:
         """Wait until a subscriber's subscription is here."""

@@ -7,63 +7,12 @@ from typing import Any
 
 import pytest
 
-from nodeagent.client import ChunkLabel, PutResult
 from nodeagent.engines.vllm import chunk_transfers
-from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, FinishedJob, Verdict
+from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, FinishedJob
+from nodeagent.engines.vllm.promises import Verdict
+from tests.nodeagent.engines.vllm.fake_host import WAIT_S, FakeHost
 
 CHUNK, ROW, ROWS = 64, 80, 8
-WAIT_S = 10.0
-
-
-class Held:
-    """A reference, as the client hands it out."""
-
-    def __init__(self, key: bytes, length: int) -> None:
-        self.storage_key, self.length = key, length
-
-
-class FakeHost:
-    """Chunks in a dict; faults on request. References are counted, so that none is lost or given back twice."""
-
-    def __init__(self) -> None:
-        self.is_connected = True
-        self.chunks: dict[bytes, bytes] = {}
-        self.damaged: set[bytes] = set()
-        self.references: set[Held] = set()
-        self.asked: list[list[bytes]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_silent = False
-
-    def open(self, keys: Sequence[bytes], timeout_s: float) -> list[Any]:
-        self.asked.append(list(keys))
-        if self.is_silent:
-            threading.Event().wait(timeout_s)
-            return []
-        assert self.gate.wait(WAIT_S)
-        opened = []
-        for key in keys:
-            if key not in self.chunks:
-                break
-            opened.append(Held(key, len(self.chunks[key])))
-        self.references.update(opened)
-        return opened
-
-    def read_into(self, chunk: Any, target: memoryview) -> bool:
-        assert chunk in self.references, "only what is held is read"
-        target[:] = self.chunks[chunk.storage_key]
-        return chunk.storage_key not in self.damaged
-
-    def close(self, chunks: Sequence[Any]) -> None:
-        for chunk in chunks:
-            self.references.remove(chunk)
-
-    def put(self, label: ChunkLabel, payload: memoryview, timeout_s: float) -> PutResult:
-        if self.is_silent:
-            return PutResult.REFUSED
-        assert self.gate.wait(WAIT_S)
-        self.chunks[label.storage_key] = bytes(payload)
-        return PutResult.STORED
 
 
 @pytest.fixture
@@ -100,8 +49,10 @@ def look_up(transfers: ChunkTransfers, keys: Sequence[bytes], request: str = "r"
 
     def is_settled() -> bool:
         verdicts[:] = [transfers.look_up(key, request) for key in keys]
+        if Verdict.RETRY not in verdicts:
+            return True  # what was a hit is loaded before the step ends
         transfers.flush()
-        return Verdict.RETRY not in verdicts
+        return False
 
     eventually(is_settled)
     return verdicts
@@ -210,7 +161,7 @@ def test_a_host_that_breaks_is_a_miss_and_a_failed_job(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(host, "open", broken)
+    monkeypatch.setattr(host, "open_piece", broken)
     monkeypatch.setattr(host, "put", broken)
     assert look_up(transfers, [b"a"]) == [Verdict.MISS]
     transfers.store(1, [ChunkRow(b"a", 0)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from directory.chunks import chunk_keys, directory_key, foreign_storage_key, pack_tokens
 from directory.interface import Batch
@@ -16,7 +17,6 @@ from directory.tiers import Tier
 from nodeagent.client import ChunkClient, ChunkLabel, EngineHello, PutResult
 from nodeagent.engines.vllm.events import AllBlocksCleared
 from nodeagent.engines.vllm.follower import offload_key, process_life
-from nodeagent.messages import KvEventSource
 from tests.nodeagent.engines.vllm.publishing_engine import PublishingEngine, publishing
 from tests.nodeagent.engines.vllm.recorded import removed, stored
 from tests.nodeagent.running import WAIT_S, RunningAgent, connected, fast_clock, make_hello, payload, running_agent
@@ -29,8 +29,7 @@ TWO_CHUNKS = stored(list(BLOCKS), TOKENS)
 
 
 def hello_of(engine: PublishingEngine, **changes: Any) -> EngineHello:
-    source = engine.source
-    return make_hello(events=KvEventSource(source.events, source.replay, source.topic, CHUNK_TOKENS // 2), **changes)
+    return make_hello(events=replace(engine.source, block_tokens=CHUNK_TOKENS // 2), **changes)
 
 
 DIGEST = make_hello().identity.fleet_digest()

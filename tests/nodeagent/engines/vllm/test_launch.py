@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from nodeagent.engines.vllm.launch import EngineLaunch, launch_line
-from nodeagent.engines.vllm.settings import read_settings
 
 LAUNCH = EngineLaunch(
     command=Path("/v/bin/vllm"),
@@ -30,15 +29,6 @@ def option(launch: EngineLaunch, flag: str) -> str:
 def transfer(launch: EngineLaunch) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(option(launch, "--kv-transfer-config"))
     return found
-
-
-def test_the_settings_are_those_that_the_connector_reads() -> None:
-    settings = read_settings(transfer(LAUNCH)["kv_connector_extra_config"])
-    assert settings.door == "/d.sock"
-    assert settings.engine == "engine-1"
-    assert settings.url == "http://127.0.0.1:8101" == LAUNCH.url
-    assert settings.staging_bytes == 300_000_000
-    assert settings.chunk_tokens % int(option(LAUNCH, "--block-size")) == 0
 
 
 def test_a_miss_never_fails_a_request() -> None:

@@ -144,7 +144,7 @@ async def test_messages_that_are_none_are_counted_and_passed_over() -> None:
     ids=["undecodable", "another rank's"],
 )
 async def test_a_batch_that_cannot_be_used_drops_the_table_once(options: dict[str, Any], reason: str) -> None:
-    async with publishing() as engine, following(engine, rank=0) as (subscriber, listener):
+    async with publishing() as engine, following(engine) as (subscriber, listener):
         await in_step(engine, subscriber)
         engine.publish(chunk(1))
         engine.publish(chunk(2), **options)

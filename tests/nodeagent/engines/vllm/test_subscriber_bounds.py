@@ -48,7 +48,7 @@ async def test_a_batch_lost_before_a_silence_is_found() -> None:
 
 
 async def test_without_a_replay_a_first_batch_is_known_and_a_gap_is_not() -> None:
-    async with publishing() as engine, following(engine, replay=None) as (subscriber, listener):
+    async with publishing() as engine, following(engine, replay_endpoint=None) as (subscriber, listener):
         await engine.listened_to()
         engine.publish(chunk(1))
         await until(lambda: listener.claimed == held(1))

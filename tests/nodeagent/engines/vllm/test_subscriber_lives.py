@@ -6,8 +6,8 @@ import pytest
 
 from nodeagent.engines.vllm.events import AllBlocksCleared
 from nodeagent.engines.vllm.saved_table import SavedTable, load_table
-from nodeagent.engines.vllm.subscriber import KvEventSubscriber, SubscriberLimits
-from tests.nodeagent.engines.vllm.following import BRIEF, FLEET, Listener, chunk, following, fresh, gone, held, in_step
+from nodeagent.engines.vllm.subscriber import SubscriberLimits
+from tests.nodeagent.engines.vllm.following import BRIEF, FLEET, chunk, following, gone, held, in_step
 from tests.nodeagent.engines.vllm.publishing_engine import PublishingEngine, publishing, until
 from tests.nodeagent.engines.vllm.recorded import stored
 
@@ -52,27 +52,6 @@ async def test_another_process_is_seen_though_its_numbers_have_overtaken() -> No
         assert (subscriber.is_known, listener.unknown_because) == (True, [])
 
 
-async def test_a_restart_told_from_outside_empties_the_table_before_the_engine_speaks() -> None:
-    async with publishing() as engine, following(engine) as (subscriber, listener):
-        await in_step(engine, subscriber)
-        engine.publish(chunk(1))
-        engine.publish(chunk(2))
-        await until(lambda: listener.claimed == held(1, 2))
-        engine.publish(chunk(3))  # of the old process, on its way
-        engine.restart()
-        subscriber.restarted()
-        assert listener.claimed == set()
-        engine.publish(chunk(4))
-
-        def is_claimed() -> bool:
-            # The old socket may have taken the first ones with it: later ones show that they are missing.
-            engine.publish()
-            return listener.claimed == held(4)
-
-        await until(is_claimed)
-        assert listener.unknown_because == []
-
-
 async def test_a_reset_told_from_outside_is_not_waited_for() -> None:
     async with publishing() as engine, following(engine) as (subscriber, listener):
         await in_step(engine, subscriber)
@@ -82,14 +61,6 @@ async def test_a_reset_told_from_outside_is_not_waited_for() -> None:
         assert (listener.claimed, subscriber.is_known) == (set(), True)
         engine.publish(AllBlocksCleared(), chunk(2))
         await until(lambda: listener.claimed == held(2))
-
-
-async def test_what_the_old_process_sent_is_passed_over_once_a_restart_is_told() -> None:
-    async with publishing() as engine:
-        subscriber = KvEventSubscriber(engine.source, fresh(), Listener(), engine.context)
-        subscriber.restarted()
-        subscriber._receive([b"kv", (57).to_bytes(8, "big"), b"of the old process"])
-        assert (subscriber.held_batches, subscriber.next_sequence) == (0, 0)
 
 
 @pytest.mark.parametrize("is_mute", [False, True], ids=["with a replay", "without an answer"])
@@ -189,7 +160,7 @@ async def test_without_a_replay_a_saved_table_is_dropped() -> None:
     async with publishing() as engine:
         engine.publish(chunk(1))
         start = await saved_after(engine)
-        async with following(engine, start, replay=None) as (_, listener):
+        async with following(engine, start, replay_endpoint=None) as (_, listener):
             await engine.listened_to()
             engine.publish(chunk(2))
             await until(lambda: listener.claimed == held(2))
