@@ -16,8 +16,8 @@ from nodeagent.metrics import AgentMetrics
 from nodeagent.publisher import Publisher
 from nodeagent.registration import FleetTable, Lives
 from tests.directory_servers.corpus import passing_key
+from tests.gateway.samples import MODEL
 
-MODEL = "llama"
 CHUNK_TOKENS = 256
 KEYS_MAX = 200_000
 ON_HOST = int(Tier.DRAM | Tier.NVME)
@@ -28,7 +28,9 @@ PASSING_PAUSE_S = 0.2
 PASSING_AT_ONCE = 2
 
 
-def engine_registration(name: str, url: str = "http://127.0.0.1:1") -> EngineRegistration:
+def engine_registration(
+    name: str, url: str = "http://127.0.0.1:1", tokenizer_files: Mapping[str, str] | None = None
+) -> EngineRegistration:
     return EngineRegistration(
         engine=f"engine-{name}",
         host=f"host-{name}",
@@ -38,6 +40,7 @@ def engine_registration(name: str, url: str = "http://127.0.0.1:1") -> EngineReg
         shape=SHAPE,
         chunk_tokens=CHUNK_TOKENS,
         context_tokens=2**20,
+        tokenizer_files=tokenizer_files or {},
     )
 
 
