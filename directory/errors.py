@@ -2,6 +2,7 @@
 
 DirectoryError
 ├─ DirectoryUnavailable   it can't be reached, or didn't answer in time; nothing is known about a write's fate
+│  └─ PartitionUnavailable   only some of its servers were asked, and none of these answered; the others may
 ├─ DirectoryFull          the server is at `maxmemory`: a placement was refused, the server is otherwise well
 ├─ RegistrationRefused    the incarnation exists already; draw another
 ├─ IdentityRefused        an identity, scope or key scheme that could make two different things share a key
@@ -15,6 +16,10 @@ class DirectoryError(Exception):
 
 class DirectoryUnavailable(DirectoryError):
     """The server can't be reached or didn't answer in time; a write may or may not have happened."""
+
+
+class PartitionUnavailable(DirectoryUnavailable):
+    """A lookup's partitions are all on servers of a cluster that didn't answer; it says nothing about the others."""
 
 
 class DirectoryFull(DirectoryError):

@@ -1,36 +1,26 @@
-"""RedisDirectory: the directory's rules over one standalone Redis 7+ or Valkey 8+, atomically, in few round trips.
+"""RedisDirectory: the directory's rules over Redis 7+ or Valkey 8+, atomically, in few round trips.
 
-Reading is one MGET of packed records; every write is one call of a function that lives in the server
-(`functions.lua`, loaded on demand). Keys, tags and names are spelled in `redis_schema.py`.
+Reading is MGETs of packed records, one round trip to each server that holds some; every write is one call of a function
+that lives in the server (`functions.lua`, loaded on demand). Keys, tags and names are spelled in `redis_schema.py`;
+which server is asked is the business of `redis_connections.py`.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
-
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    ClusterDownError,
-    MasterDownError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from typing import Any, NoReturn, TypeVar
 
 from directory import redis_schema as schema
-from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable, RegistrationRefused, SchemaMismatch
+from directory.errors import (
+    DirectoryError,
+    DirectoryUnavailable,
+    PartitionUnavailable,
+    RegistrationRefused,
+    SchemaMismatch,
+)
 from directory.interface import Batch, Lookup
 from directory.members import (
     TERM_S,
@@ -44,22 +34,19 @@ from directory.members import (
     encode_load,
     encode_registration,
 )
+from directory.placements import PARTITIONS, partition_of
+from directory.redis_connections import Answer, Connections, Shard
+from directory.redis_errors import map_redis_errors
+from directory.redis_node import CALL_TIMEOUT_S, CONNECTIONS_MAX
+from directory.server_url import parse_server_url
 
-CALL_TIMEOUT_S = 1.0
-"""The most that one call may take, connecting included; a lookup's deadline usually ends its wait sooner."""
+__all__ = ["CALL_TIMEOUT_S", "CONNECTIONS_MAX", "FIRST_STEP_KEYS", "RedisDirectory"]
 
 FIRST_STEP_KEYS = 256
 """A lookup of more keys asks in steps that double from here, and stops at the first key that nobody holds."""
 
-CONNECTIONS_MAX = 64
-CALLS_IN_FLIGHT_MAX = 1024
-"""Calls begun and not ended, those included that their callers no longer wait for."""
-
-_URL_SCHEMES = ("redis", "rediss", "unix")
-_URL_OPTIONS = {"db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
-_TRANSIENT = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
-_TRANSIENT_PREFIXES = ("BUSY ", "NOREPLICAS ")
-"""Answers of a server that is failing over, or at work on something long: redis-py has no class for these."""
+TASKS_MAX = 16384
+"""Calls begun and not ended, of all servers together; each server has a bound of its own as well."""
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -73,22 +60,23 @@ class RedisDirectory:
     lookup's deadline, and a server that hangs costs each caller its deadline and nothing more.
     """
 
-    def __init__(self, client: Redis, clock: Callable[[], float]) -> None:
-        self._client = client
-        self._execute: Callable[..., Awaitable[Any]] = client.execute_command
-        self._clock = clock
+    def __init__(self, connections: Connections, keys: schema.Keyspace, clock: Callable[[], float]) -> None:
+        self._connections, self._keys, self._clock = connections, keys, clock
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unreadable: set[bytes] = set()
+        self._failing_homes: frozenset[int] = frozenset()
 
     @classmethod
-    def connect(cls, url: str, *, clock: Callable[[], float] = time.monotonic) -> "RedisDirectory":
-        """A directory on the server at `url` (redis://, rediss:// or unix://); connects when first used.
+    def connect(
+        cls, url: str, *, key_prefix: str = schema.KEY_PREFIX, clock: Callable[[], float] = time.monotonic
+    ) -> "RedisDirectory":
+        """A directory on the servers at `url` (see `server_url.py`); connects when first used.
 
-        `clock` gives monotonic seconds. Raises `DirectoryError` for a malformed URL.
+        `key_prefix` begins every key; `clock` gives monotonic seconds. Raises `DirectoryError` for a malformed URL or
+        prefix.
         """
-        pool = _connection_pool(url)
-        return cls(Redis(connection_pool=pool), clock)
+        return cls(Connections(parse_server_url(url)), schema.Keyspace(key_prefix), clock)
 
     async def aclose(self) -> None:
         """End what is in flight and close every connection; later calls raise `DirectoryUnavailable`."""
@@ -98,8 +86,7 @@ class RedisDirectory:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         with map_redis_errors():
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._client.connection_pool.disconnect()
+            await self._connections.aclose()
 
     async def lookup(self, keys: Sequence[bytes], deadline_s: float) -> Lookup:
         """See `DirectoryReader`; waits `CALL_TIMEOUT_S` for a step at most, whatever the deadline."""
@@ -110,7 +97,7 @@ class RedisDirectory:
         while len(records) < len(keys):
             asked = keys[len(records) : len(records) + step_keys]
             try:
-                answered = await self._within(self._records_of(asked), ends_at - now())
+                answered = await self._records_of(asked, ends_at)
             except DirectoryUnavailable:
                 if not records:
                     raise
@@ -125,44 +112,45 @@ class RedisDirectory:
     async def members(self) -> tuple[Member, ...]:
         """See `DirectoryReader`. Raises `SchemaMismatch` where only a newer version's fleet is registered."""
         sent_at = self._clock()
-        keys = (schema.REGISTRATIONS_KEY, schema.VERSIONS_KEY)
-        call = self._call_function(schema.MEMBERS, keys, (schema.REMEMBERED_MS, schema.VERSION), verb="FCALL_RO")
-        reply = await self._within(call)
+        args = (schema.REMEMBERED_MS, schema.VERSION)
+        replies = await self._at_homes(schema.MEMBERS, args, with_versions=True, verb="FCALL_RO")
+        elapsed_s = self._clock() - sent_at
+        other_version: bytes | None = None
+        rows: list[Any] = []
         with map_redis_errors():
-            other_version, rows = reply
-            if not isinstance(other_version, bytes | None):
-                raise TypeError("no version")
-            if other_version:
+            for version, found in replies:
+                if not isinstance(version, bytes | None):
+                    raise TypeError("no version")
+                other_version = other_version or version
+                rows += found
+            if other_version and not rows:
                 raise SchemaMismatch(
                     f"the fleet on this server registers under schema {other_version.decode(errors='replace')}, "
                     f"and this reader knows {schema.VERSION} only"
                 )
-            elapsed_s = self._clock() - sent_at
-            return self._readable(rows, elapsed_s)
+            return _united(self._readable(rows, elapsed_s))
 
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
     ) -> None:
-        """See `DirectoryWriter`."""
-        keys = (schema.REGISTRATIONS_KEY, schema.VERSIONS_KEY)
+        """See `DirectoryWriter`. Where the table is kept twice, one home is enough, and refused in one is refused."""
         row = (incarnation, encode_registration(registration), encode_load(load))
         terms = (_ms(term_s), schema.REMEMBERED_MS, schema.VERSION)
-        if not await self._within(self._call_function(schema.REGISTER, keys, row + terms)):
+        if not all(await self._at_homes(schema.REGISTER, row + terms, with_versions=True)):
             raise RegistrationRefused(f"incarnation {incarnation.hex()} is taken")
 
     async def renew(self, incarnation: bytes, load: Load, term_s: float = TERM_S) -> Renewal:
-        """See `DirectoryWriter`."""
+        """See `DirectoryWriter`. Unknown in one of the table's homes is unknown: that server lost what it held."""
         args = (incarnation, encode_load(load), _ms(term_s), schema.REMEMBERED_MS)
-        call = self._call_function(schema.RENEW, (schema.REGISTRATIONS_KEY,), args)
-        reply = await self._within(call)
+        replies = await self._at_homes(schema.RENEW, args)
         with map_redis_errors():
-            known, lapsed_ms = reply
-            return Renewal(known=bool(known), lapsed_s=lapsed_ms / 1000)
+            renewals = [Renewal(known=bool(known), lapsed_s=lapsed_ms / 1000) for known, lapsed_ms in replies]
+            # It was believed as long as one of them had it.
+            return min(renewals, key=lambda renewal: (renewal.known, renewal.lapsed_s))
 
     async def retire(self, incarnation: bytes) -> None:
         """See `DirectoryWriter`."""
-        args = (incarnation, schema.REMEMBERED_MS)
-        await self._within(self._call_function(schema.RETIRE, (schema.REGISTRATIONS_KEY,), args))
+        await self._at_homes(schema.RETIRE, (incarnation, schema.REMEMBERED_MS))
 
     async def place(self, batch: Batch) -> int:
         """See `DirectoryWriter`."""
@@ -174,8 +162,8 @@ class RedisDirectory:
         return await self._apply(schema.WITHDRAW, batch)
 
     async def _apply(self, function: str, batch: Batch) -> int:
-        keys = [schema.attempts_key(batch.partition, batch.incarnation)]
-        keys += [schema.record_key(key) for key, _ in batch.states]
+        keys = [self._keys.attempts(batch.partition, batch.incarnation)]
+        keys += [self._keys.record(key) for key, _ in batch.states]
         masks = bytes(mask for _, mask in batch.states)
         prune = b"0" if batch.known is None else b"1"
         args = (
@@ -188,47 +176,88 @@ class RedisDirectory:
             b"".join(batch.known or ()),
             batch.acknowledged,
         )
-        held = await self._within(self._call_function(function, keys, args))
+        held = await self._within(self._call_function(batch.partition, function, keys, args))
         with map_redis_errors():
             if not isinstance(held, int):
                 raise TypeError("no number")
             return held
 
-    async def _records_of(self, keys: Sequence[bytes]) -> list[bytes]:
-        values = await self._execute("MGET", *map(schema.record_key, keys))
-        if not isinstance(values, list) or len(values) != len(keys):
-            raise TypeError("no list of records")
-        if not all(value is None or isinstance(value, bytes) for value in values):
-            raise TypeError("no records")
-        return [value or b"" for value in values]
+    async def _records_of(self, keys: Sequence[bytes], ends_at: float) -> list[bytes | None]:
+        """The records that arrived in time, `None` for the others; raises where none did."""
+        now = asyncio.get_running_loop().time
+        began_at = now()
+        shards = self._connections.shards
+        if not shards:
+            shards = await self._within(self._connections.find_shards(), ends_at - now())
+        reads = {}
+        for groups in _divided(keys, shards):
+            names = [self._keys.records(keys[place] for place in group) for group in groups]
+            reads[self._begin(self._connections.read(names, partition_of(keys[groups[0][0]])))] = groups
+        await asyncio.wait(reads, timeout=max(0.0, ends_at - now()))
+        records: list[bytes | None] = [None] * len(keys)
+        errors: list[Exception] = []
+        for task, groups in reads.items():
+            places = [place for group in groups for place in group]
+            for place, answer in zip(places, _answers_of(task, len(places), ends_at - began_at), strict=True):
+                if isinstance(answer, Exception):
+                    errors.append(answer)
+                else:
+                    records[place] = answer or b""
+        if len(errors) == len(keys):
+            _raise_for(errors[0], asked_all=len(reads) == len(shards))
+        return records
+
+    async def _at_homes(
+        self, function: str, args: Sequence[bytes | str | int], with_versions: bool = False, verb: str = "FCALL"
+    ) -> list[Any]:
+        """What the homes of the fleet's table that answer say of a function; raises where none does."""
+        homes = self._connections.table_homes
+        calls = []
+        for home in homes:
+            keys = (self._keys.registrations(home), *((self._keys.versions(home),) if with_versions else ()))
+            calls.append(self._begin(self._call_function(home, function, keys, args, verb)))
+        await asyncio.wait(calls, timeout=CALL_TIMEOUT_S)
+        outcomes = [_outcome_of(call, CALL_TIMEOUT_S) for call in calls]
+        failed = {home: each for home, each in zip(homes, outcomes, strict=True) if isinstance(each, DirectoryError)}
+        if len(failed) == len(homes):
+            raise failed[homes[0]]
+        self._tell_of(failed)
+        return [outcome for outcome in outcomes if not isinstance(outcome, DirectoryError)]
+
+    def _tell_of(self, failed: dict[int, DirectoryError]) -> None:
+        """Say once that the table is read and written in one place only, and when that is over."""
+        if failed.keys() != self._failing_homes:
+            self._failing_homes = frozenset(failed)
+            for home, error in failed.items():
+                _logger.warning("the fleet's table in partition %d fails, the other one is used: %s", home, error)
+            if not failed:
+                _logger.warning("the fleet's table is kept twice again")
 
     async def _call_function(
-        self, name: str, keys: Sequence[bytes], args: Sequence[bytes | str | int], verb: str = "FCALL"
+        self,
+        partition: int,
+        name: str,
+        keys: Sequence[bytes],
+        args: Sequence[bytes | str | int],
+        verb: str = "FCALL",
     ) -> Any:
-        """Call a function, loading the library where the server hasn't got it (started afresh, flushed)."""
-        try:
-            return await self._execute(verb, name, len(keys), *keys, *args)
-        except ResponseError as error:
-            if "function not found" not in str(error).lower():
-                raise
-        await self._execute("FUNCTION LOAD", "REPLACE", schema.functions_source())
-        return await self._execute(verb, name, len(keys), *keys, *args)
+        return await self._connections.call_function(partition, verb, name, len(keys), *keys, *args)
 
     async def _within(self, call: Coroutine[Any, Any, _T], wait_s: float = CALL_TIMEOUT_S) -> _T:
         """The result of a call, or `DirectoryUnavailable` after `wait_s`; the call itself goes on to its own bound."""
-        if self._closed or len(self._calls) >= CALLS_IN_FLIGHT_MAX:
+        task = self._begin(call)
+        await asyncio.wait((task,), timeout=max(0.0, wait_s))
+        return _result_of(task, wait_s)
+
+    def _begin(self, call: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        if self._closed or len(self._calls) >= TASKS_MAX:
             call.close()
             raise DirectoryUnavailable("the client is closed" if self._closed else "too many calls are in flight")
         task = asyncio.create_task(_bounded(call))
         self._calls.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: call.close())  # Cancelled before it began, it would be reported as forgotten.
-        done, _ = await asyncio.wait((task,), timeout=max(0.0, wait_s))
-        if not done:
-            raise DirectoryUnavailable(f"no answer within {max(0.0, wait_s) * 1000:.0f} ms")
-        if task.cancelled():
-            raise DirectoryUnavailable("the client was closed")
-        return task.result()
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)
@@ -255,28 +284,60 @@ class RedisDirectory:
         return tuple(members)
 
 
-@contextmanager
-def map_redis_errors() -> Iterator[None]:
-    """Translate what redis-py and the sockets raise into the directory's errors, once."""
+def _result_of(task: "asyncio.Task[_T]", waited_s: float) -> _T:
+    if not task.done():
+        raise DirectoryUnavailable(f"no answer within {max(0.0, waited_s) * 1000:.0f} ms")
+    if task.cancelled():
+        raise DirectoryUnavailable("the client was closed")
+    return task.result()
+
+
+def _outcome_of(task: "asyncio.Task[_T]", waited_s: float) -> _T | DirectoryError:
     try:
-        yield
-    except (RedisTimeoutError, TimeoutError) as error:
-        raise DirectoryUnavailable(f"no answer from the server: {error or 'timed out'}") from error
-    except (RedisConnectionError, OSError) as error:
-        raise DirectoryUnavailable(f"the server can't be reached: {error}") from error
-    except _TRANSIENT as error:
-        raise DirectoryUnavailable(f"the server isn't ready: {error}") from error
-    except OutOfMemoryError as error:
-        raise DirectoryFull(f"the server is out of memory: {error}") from error
-    except ResponseError as error:
-        message = str(error)
-        if message.startswith(_TRANSIENT_PREFIXES):
-            raise DirectoryUnavailable(f"the server isn't ready: {message}") from error
-        if message.startswith("WRONGTYPE"):
-            raise SchemaMismatch(f"a key holds something of another schema: {message}") from error
-        raise DirectoryError(f"the server refused a call: {message}") from error
-    except (RedisError, TypeError, ValueError, AttributeError) as error:
-        raise DirectoryError(f"the server answered with something unexpected: {error}") from error
+        return _result_of(task, waited_s)
+    except DirectoryError as error:
+        return error
+
+
+def _answers_of(task: "asyncio.Task[list[Answer]]", keys: int, waited_s: float) -> list[Answer]:
+    """A read's answers, or what it failed with in place of each."""
+    outcome = _outcome_of(task, waited_s)
+    return [outcome] * keys if isinstance(outcome, DirectoryError) else outcome
+
+
+def _divided(keys: Sequence[bytes], shards: Sequence[Shard]) -> list[list[Sequence[int]]]:
+    """For each shard that holds some of the keys: their places, one group a command."""
+    if len(shards) == 1 and len(shards[0].groups) == 1:
+        return [[range(len(keys))]]
+    by_partition: list[list[int]] = [[] for _ in range(PARTITIONS)]
+    for place, key in enumerate(keys):
+        by_partition[partition_of(key)].append(place)
+    divided: list[list[Sequence[int]]] = []
+    for shard in shards:
+        groups = ([place for partition in group for place in by_partition[partition]] for group in shard.groups)
+        divided.append([group for group in groups if group])
+    return [groups for groups in divided if groups]
+
+
+def _raise_for(error: Exception, asked_all: bool) -> NoReturn:
+    """Raise what a lookup failed with. One that asked a part of the servers says so."""
+    try:
+        with map_redis_errors():
+            raise error
+    except DirectoryUnavailable as unavailable:
+        if asked_all:
+            raise
+        raise PartitionUnavailable(str(unavailable)) from error
+
+
+def _united(rows: Sequence[Member]) -> tuple[Member, ...]:
+    """One row an incarnation: the one renewed last, and retired where any of them is."""
+    united: dict[bytes, Member] = {}
+    for row in rows:
+        other = united.get(row.incarnation, row)
+        latest = max(row, other, key=lambda member: member.remaining_s)
+        united[row.incarnation] = replace(latest, retired=row.retired or other.retired)
+    return tuple(united.values())
 
 
 async def _bounded(call: Coroutine[Any, Any, _T]) -> _T:
@@ -288,48 +349,3 @@ async def _bounded(call: Coroutine[Any, Any, _T]) -> _T:
 def _ms(span_s: float) -> int:
     assert span_s > 0, "a term has a length"
     return math.ceil(span_s * 1000)
-
-
-def _connection_pool(url: str) -> BlockingConnectionPool:
-    """A pool that connects when it must and never retries by itself: writers number their attempts."""
-    fault = _fault_of(url)
-    if fault:
-        raise DirectoryError(f"the directory's URL {fault}")
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            protocol=2,
-            max_connections=CONNECTIONS_MAX,
-            timeout=CALL_TIMEOUT_S,
-            socket_timeout=CALL_TIMEOUT_S,
-            socket_connect_timeout=CALL_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
-        pool.connection_class(**pool.connection_kwargs)  # No I/O: tells now what would be wrong with each connection.
-    except (ValueError, RedisError) as error:
-        raise DirectoryError("the directory's URL can't be read; redis://host:6379 is one that can") from error
-    return pool
-
-
-def _fault_of(url: str) -> str | None:
-    """What is wrong with the URL, without repeating it: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return "has a host or port that can't be read"
-    if parts.scheme not in _URL_SCHEMES:
-        return f"must begin with {', '.join(f'{scheme}://' for scheme in _URL_SCHEMES)}"
-    if parts.scheme == "unix" and not parts.path.strip("/"):
-        return "must name a socket, as in unix:///run/redis.sock"
-    if parts.scheme != "unix" and (not parts.hostname or port == 0):
-        return "must name a host, as in redis://host:6379"
-    if parts.scheme != "unix" and parts.path.strip("/") and not parts.path.strip("/").isdigit():
-        return "may name a database by its number only, as in redis://host:6379/0"
-    options = parse_qs(parts.query, keep_blank_values=True)
-    unknown = sorted(set(options) - _URL_OPTIONS)
-    if unknown:
-        return f"has an unknown option {unknown[0]!r}; known are {', '.join(sorted(_URL_OPTIONS))}"
-    if not all(value.isdigit() for value in options.get("db", ())):
-        return "has a db that isn't a number"
-    return None

@@ -3,8 +3,11 @@
 `directory/README.md` tells the same to other languages; `functions.lua` is the half that runs in the server.
 """
 
+import re
+from collections.abc import Iterable
 from importlib import resources
 
+from directory.errors import DirectoryError
 from directory.members import REMEMBERED_S
 from directory.placements import PARTITIONS, partition_of
 
@@ -41,23 +44,51 @@ MEMBERS = "wr_v1_members"
 
 REMEMBERED_MS = round(REMEMBERED_S * 1000)
 
-_PREFIXES = tuple(f"wr:{VERSION}:{{{tag}}}:".encode() for tag in PARTITION_TAGS)
+KEY_PREFIX = "wr"
+"""Begins every key, unless fleets that share a server are told apart by prefixes of their own."""
 
-REGISTRATIONS_KEY = _PREFIXES[0] + b"reg"
-VERSIONS_KEY = f"wr:{{{PARTITION_TAGS[0]}}}:versions".encode()
-"""When each version of the schema last registered a member (server's milliseconds): the one key without a version."""
+TABLE_HOMES_IN_A_CLUSTER = (0, 8)
+"""Partitions in whose slot a cluster keeps the fleet's table: twice, so that it outlives a shard."""
+
+_PREFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 assert len(PARTITION_TAGS) == PARTITIONS
 
 
-def record_key(key: bytes) -> bytes:
-    """Where the packed holders of a directory key (16 bytes) are."""
-    return _PREFIXES[partition_of(key)] + key
+class Keyspace:
+    """The names of one fleet's keys. Raises `DirectoryError` for a prefix that isn't letters, digits, `-`, `_`, `.`."""
+
+    def __init__(self, prefix: str = KEY_PREFIX) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise DirectoryError(f"a key prefix is 1 to 64 letters, digits, '-', '_' or '.', not {prefix!r}")
+        self._prefix = prefix
+        self._partitions = tuple(f"{prefix}:{VERSION}:{{{tag}}}:".encode() for tag in PARTITION_TAGS)
+
+    def record(self, key: bytes) -> bytes:
+        """Where the packed holders of a directory key (16 bytes) are."""
+        return self._partitions[partition_of(key)] + key
+
+    def records(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The same of many."""
+        prefixes = self._partitions
+        return [prefixes[partition_of(key)] + key for key in keys]
+
+    def attempts(self, partition: int, incarnation: bytes) -> bytes:
+        """Where a partition keeps the number of an incarnation's last attempt."""
+        return self._partitions[partition] + b"#" + incarnation
+
+    def registrations(self, home: int = 0) -> bytes:
+        """The fleet's table in that partition's slot."""
+        return self._partitions[home] + b"reg"
+
+    def versions(self, home: int = 0) -> bytes:
+        """When each version of the schema last registered a member (server's ms): the one key without a version."""
+        return f"{self._prefix}:{{{PARTITION_TAGS[home]}}}:versions".encode()
 
 
-def attempts_key(partition: int, incarnation: bytes) -> bytes:
-    """Where a partition keeps the number of an incarnation's last attempt."""
-    return _PREFIXES[partition] + b"#" + incarnation
+DEFAULT_KEYSPACE = Keyspace()
+record_key, attempts_key = DEFAULT_KEYSPACE.record, DEFAULT_KEYSPACE.attempts
+REGISTRATIONS_KEY, VERSIONS_KEY = DEFAULT_KEYSPACE.registrations(), DEFAULT_KEYSPACE.versions()
 
 
 def functions_source() -> str:

@@ -49,7 +49,9 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
-        directory = RedisDirectory.connect(config.directory.url.get_secret_value(), clock=clock)
+        directory = RedisDirectory.connect(
+            config.directory.url.get_secret_value(), key_prefix=config.directory.key_prefix, clock=clock
+        )
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))

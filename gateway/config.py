@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from directory.redis_schema import KEY_PREFIX
+
 
 def cache_folder() -> Path:
     """Where files fetched by digest are kept: `$XDG_CACHE_HOME/warmroute/files`, or below `~/.cache`."""
@@ -59,7 +61,15 @@ class DirectoryConfig(Section):
     """The fleet's directory."""
 
     url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379"), description="redis://[user:password@]host:port, rediss:// or unix://."
+        SecretStr("redis://127.0.0.1:6379"),
+        description="redis://[user:password@]host:port, unix://[user:password@]/path, "
+        "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
+        "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://.",
+    )
+    key_prefix: str = Field(
+        KEY_PREFIX,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Begins every key of this fleet: letters, digits, -, _ and .; the same for all parts of a fleet.",
     )
 
 

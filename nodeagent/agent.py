@@ -56,7 +56,9 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     A directory that doesn't answer is not fatal: the agent serves its engines and keeps trying. Raises `AgentError`
     where the door or the port can't be had, and `DirectoryError` for a malformed URL.
     """
-    directory = RedisDirectory.connect(config.directory.url.get_secret_value(), clock=time.monotonic)
+    directory = RedisDirectory.connect(
+        config.directory.url.get_secret_value(), key_prefix=config.directory.key_prefix, clock=time.monotonic
+    )
     agent = Agent(config, directory)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

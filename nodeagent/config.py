@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from directory.redis_schema import KEY_PREFIX
 from nodeagent.publisher import WALK_INTERVAL_S
 
 GB = 1e9
@@ -47,7 +48,15 @@ class AgentDirectoryConfig(Section):
     """The fleet's directory."""
 
     url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379"), description="redis://[user:password@]host:port, rediss:// or unix://."
+        SecretStr("redis://127.0.0.1:6379"),
+        description="redis://[user:password@]host:port, unix://[user:password@]/path, "
+        "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
+        "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://.",
+    )
+    key_prefix: str = Field(
+        KEY_PREFIX,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Begins every key of this fleet: letters, digits, -, _ and .; the same for all parts of a fleet.",
     )
     walk_interval_s: float = Field(
         WALK_INTERVAL_S, gt=0, allow_inf_nan=False, description="Seconds after which everything is announced anew."

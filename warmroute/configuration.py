@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
-from urllib.parse import urlsplit, urlunsplit
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -200,17 +199,18 @@ def _plain(value: Any) -> Any:
 
 
 def without_password(secret: str) -> str:
-    """A URL without its password, and without its options, which may hold one; anything else is hidden whole."""
-    try:
-        parts = urlsplit(secret)
-    except ValueError:
-        return MASK
-    if parts.query:
-        parts = parts._replace(query=MASK)
-        secret = urlunsplit(parts)
-    if not parts.scheme or not parts.netloc:
+    """A URL without its password, and without its options, which may hold one; anything else is hidden whole.
+
+    A password with a `/`, `?` or `#` that isn't percent-encoded looks like a path or more: such a URL is hidden, too.
+    """
+    scheme, mark, rest = secret.partition("://")
+    place, has_options, _ = rest.partition("?")
+    netloc, slash, path = place.partition("/")
+    if not mark or "@" in rest.removeprefix(netloc) or "#" in rest or netloc.count("[") != netloc.count("]"):
         return MASK if secret else ""
-    if parts.password is None:
-        return secret
-    user, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:{MASK}@{place}"))
+    if not netloc and scheme != "unix":
+        return MASK
+    login, at, hosts = netloc.rpartition("@")
+    user, has_password, _ = login.partition(":")
+    login = f"{user}:{MASK}" if has_password else login
+    return f"{scheme}://{login}{at}{hosts}{slash}{path}" + (f"?{MASK}" if has_options else "")

@@ -276,7 +276,8 @@ class SentinelGroup(_Group):
     def url(self) -> str:
         """For `RedisDirectory.connect`."""
         hosts = ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
-        return f"redis-sentinel://{self._credentials}{hosts}/{MASTER_NAME}"
+        option = "" if self._password is None else f"?sentinel_password={self._password}"
+        return f"redis-sentinel://{self._credentials}{hosts}/{MASTER_NAME}{option}"
 
     def master(self) -> ServerProcess:
         """Who is the master now, as the sentinels that are up agree, and as it says itself."""

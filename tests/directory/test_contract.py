@@ -7,8 +7,8 @@ import pytest
 from directory.errors import RegistrationRefused
 from directory.interface import LOST
 from directory.members import REMEMBERED_S, TERM_S, Load, Member
-from tests.directory.conftest import Stand
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
+from tests.directory.stands import Stand
 
 A, B, C = incarnation(1), incarnation(2), incarnation(3)
 K1, K2, K3 = key(1), key(2), key(3)

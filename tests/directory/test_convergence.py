@@ -12,8 +12,8 @@ import pytest
 from directory.interface import BATCH_PLACEMENTS_MAX, LOST, Batch
 from directory.members import Load
 from directory.placements import partition_of
-from tests.directory.conftest import Stand
 from tests.directory.fleet_samples import HOST, TTL_S, holders, key
+from tests.directory.stands import Stand
 
 WRITERS = 4
 KEYS = [key(number, partition) for partition in (0, 5, 15) for number in range(30)]
@@ -72,7 +72,7 @@ class Writer:
         self._unsent: dict[int, set[bytes]] = defaultdict(set)
         self._attempts: dict[int, int] = defaultdict(int)
         self._acknowledged: dict[int, int] = defaultdict(lambda: LOST)
-        await self._stand.directory.register(self.life, HOST, Load())
+        await self._stand.directory.register(self.life, HOST, Load(), term_s=TTL_S)  # nobody renews here
         await self._wire.settle()
 
     def change(self) -> None:

@@ -11,8 +11,8 @@ from directory import redis_schema as schema
 from directory.members import encode_load, encode_registration
 from directory.placements import pack_holders
 from directory.redis_directory import RedisDirectory
-from tests.directory.conftest import RedisStand
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch
+from tests.directory.stands import RedisStand
 
 README = Path(schema.__file__).with_name("README.md").read_text()
 GOLDEN = {

@@ -15,8 +15,8 @@ from directory import redis_schema as schema
 from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable, SchemaMismatch
 from directory.members import Load
 from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, RedisDirectory
-from tests.directory.conftest import CONDITION_TIMEOUT_S, RedisStand, running_valkey, start_valkey, until
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
+from tests.directory.stands import CONDITION_TIMEOUT_S, RedisStand, running_valkey, start_valkey, until
 from tests.directory.wire import StallingWire
 
 A, B = incarnation(1), incarnation(2)

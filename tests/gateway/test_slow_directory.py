@@ -15,7 +15,7 @@ from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
 from gateway.lookup import FAILURES_MAX, PAUSE_S
 from gateway.openai_schema import COMPLETIONS
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.faulty_proxy import Cut, FaultyProxy
 from tests.gateway.assembly import TestGateway, gateway_for
 from tests.gateway.mock_engine import MockEngine

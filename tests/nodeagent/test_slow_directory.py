@@ -10,7 +10,7 @@ import redis
 
 from directory.redis_directory import RedisDirectory
 from nodeagent.client import PutResult
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.faulty_proxy import Cut, FaultyProxy
 from tests.nodeagent.agreement import differences, directory_comes_to_equal_inventories, inventories
 from tests.nodeagent.running import (

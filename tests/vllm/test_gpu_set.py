@@ -21,7 +21,7 @@ from directory.members import EngineRegistration
 from directory.placements import unpack_holders
 from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.vllm.engines import RunningEngine, running_engines
 from tests.vllm.fleet import BLOCK_TOKENS, CHUNK_TOKENS, MODEL, AgentProcess
 from tests.warmroute.fleets import until

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.vllm.engines import RunningEngine, model_folder, python_of_vllm, running_engines
 from tests.vllm.fleet import CHUNK_TOKENS, MODEL, AgentProcess, ask, document, reset
 from tests.warmroute.fleets import until

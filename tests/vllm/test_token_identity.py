@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from nodeagent.tiers.chunk_file import HEADER_BYTES, FileHeader, decode_header, encode_header
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.vllm.engines import RunningEngine, running_engines
 from tests.vllm.fleet import CHUNK_TOKENS, AgentProcess, Answer, ask, document, reset
 from tests.warmroute.fleets import until

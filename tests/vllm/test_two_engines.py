@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.vllm.engines import RunningEngine, running_engines
 from tests.vllm.fleet import (
     BLOCK_TOKENS,

@@ -225,6 +225,15 @@ def test_an_address_in_brackets_is_a_text() -> None:
         ("redis://r:1?password=hunter2", "redis://r:1?***"),
         ("redis://u:hunter2[w@h", "***"),
         ("redis://r:1", "redis://r:1"),
+        ("redis://me@r:1", "redis://me@r:1"),
+        ("redis://u:hunter2/x@h:1", "***"),
+        ("redis://u:hunter2#x@h:1", "***"),
+        ("redis://u:hunter2#x", "***"),
+        ("redis://u:hunter2?x@h:1", "***"),
+        ("redis-cluster://me:hunter2@r:1,[::1]:2,s", "redis-cluster://me:***@r:1,[::1]:2,s"),
+        ("redis-sentinel://:hunter2@r,s/m/1?sentinel_password=hunter2", "redis-sentinel://:***@r,s/m/1?***"),
+        ("unix://me:hunter2@/run/r.sock?db=1", "unix://me:***@/run/r.sock?***"),
+        ("unix:///run/r.sock", "unix:///run/r.sock"),
     ],
 )
 def test_a_password_is_hidden_wherever_it_stands(url: str, shown: str) -> None:

@@ -13,7 +13,7 @@ from directory.interface import Batch
 from directory.members import draw_incarnation
 from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
-from tests.directory.conftest import running_valkey
+from tests.directory.stands import running_valkey
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, engine_registration, host_registration
 
 KEY = bytes(range(16))

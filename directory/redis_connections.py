@@ -1,0 +1,311 @@
+"""Connections: the servers behind one directory, and which of them is asked for a partition.
+
+Nothing is sent twice by itself, but for two cases in which the server says that it did nothing: a call that is
+redirected is sent on, once, and a function that is missing is loaded and called again. A server that can't be reached,
+or says that it isn't the one to ask, starts a search for where the partitions are now; the call itself fails, and the
+next one goes to the right place.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from redis.exceptions import AskError, MovedError, RedisError, ResponseError, TryAgainError
+
+from directory.errors import DirectoryError, DirectoryUnavailable
+from directory.redis_errors import MISPLACED, UNREACHED
+from directory.redis_node import ASKING, Command, RedisNode
+from directory.redis_topology import PARTITION_SLOTS, TOPOLOGIES, Owners, Topology
+from directory.server_url import Address, ServerUrl
+
+SEARCH_INTERVAL_MIN_S, SEARCH_INTERVAL_MAX_S = 0.1, 2.0
+"""How far apart searches for where the partitions are must be, however many calls fail: further each time in vain."""
+
+HOPS_MAX = 3
+"""Times that a read is sent on: to where its slot has moved, key by key while the slot moves, and to its new home."""
+
+CLOSE_TIMEOUT_S = 1.0
+
+Answer = bytes | None | Exception
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Partitions that one server holds, as far as is known; keys of a group may stand in one command."""
+
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Keys of one MGET, and where their answers belong."""
+
+    keys: Sequence[bytes]
+    places: Sequence[int]
+
+    def singly(self) -> list["_Ask"]:
+        return [_Ask((key,), (place,)) for key, place in zip(self.keys, self.places, strict=True)]
+
+
+class Connections:
+    """Clients of a directory's servers. Belongs to the event loop that first uses it.
+
+    Raises what redis-py raises, and `DirectoryUnavailable`; its caller translates, and bounds each call in time.
+    """
+
+    def __init__(self, url: ServerUrl) -> None:
+        """Raises `DirectoryError` for what is wrong with the URL; connects when first used."""
+        self._url = url
+        self._topology: Topology = TOPOLOGIES[url.kind](url)
+        self._nodes: dict[Address, RedisNode] = {}
+        if url.kind != "sentinel":
+            self._nodes = {address: RedisNode(address, url.of_server(address)) for address in url.seeds}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._search: asyncio.Task[Any] | None = None
+        self._probing: set[Address] = set()
+        self._search_error: DirectoryError | None = None
+        self._search_interval_s = SEARCH_INTERVAL_MIN_S
+        self._searched_at = float("-inf")
+        self._closed = False
+        self._owners: Owners | None = None
+        self._shards: tuple[Shard, ...] = ()
+        if self._topology.known is not None:
+            self._adopt(self._topology.known)
+
+    @property
+    def table_homes(self) -> tuple[int, ...]:
+        """The partitions in whose slot the fleet's table is kept."""
+        return self._topology.table_homes
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """How the partitions are divided, as far as is known; empty before the first search."""
+        return self._shards
+
+    async def find_shards(self) -> tuple[Shard, ...]:
+        """How the partitions are divided, after a search where nothing is known yet."""
+        await self._find_owners()
+        return self._shards
+
+    async def call_function(self, partition: int, *call: bytes | str | int) -> Any:
+        """Call a function whose keys are all of one partition."""
+        await self._find_owners()
+        node = self._node_of(partition)
+        try:
+            return await self._watch(node.call_function(*call))
+        except AskError as redirect:
+            if not self._topology.follows_redirects:
+                raise
+            target = self._node(self._follow(redirect, node))
+            must_ask = not isinstance(redirect, MovedError)
+        try:
+            return await self._watch(target.call_function(*call, asking=must_ask))
+        except AskError as second:
+            raise TryAgainError(f"the slot is moving: {second}") from second
+
+    async def read(self, groups: Sequence[Sequence[bytes]], partition: int) -> list[Answer]:
+        """The values of keys, one after the other; `None`: no such key; an error in place of what didn't arrive.
+
+        Each group is one MGET, all in one round trip to the server of `partition`, which they share as far as known.
+        """
+        await self._find_owners()
+        asks: list[_Ask] = []
+        begun = 0
+        for group in groups:
+            asks.append(_Ask(group, range(begun, begun + len(group))))
+            begun += len(group)
+        answers: list[Answer] = [None] * begun
+        await self._ask(self._node_of(partition), asks, answers)
+        return answers
+
+    async def aclose(self) -> None:
+        """Close every connection; used ones are cut."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        closing = [node.aclose() for node in self._nodes.values()]
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await asyncio.gather(self._topology.aclose(), *closing)
+
+    async def _ask(
+        self, node: RedisNode, asks: Sequence[_Ask], answers: list[Answer], asking: bool = False, hops: int = HOPS_MAX
+    ) -> None:
+        """Fill `answers`. What is sent on goes to each server at the same time; who fails, fails for its keys only."""
+        try:
+            replies = await self._watch(_mget(node, asks, asking))
+        except (RedisError, OSError, DirectoryError) as error:
+            replies = [error] * len(asks)
+        onward: dict[tuple[Address, bool], list[_Ask]] = {}
+        for ask, reply in zip(asks, replies, strict=True):
+            if hops and self._topology.follows_redirects and isinstance(reply, AskError | TryAgainError):
+                target, parts = self._sent_on(ask, reply, node, asking)
+                onward.setdefault(target, []).extend(parts)
+                continue
+            values = _values_of(reply, len(ask.keys))
+            if isinstance(values, MISPLACED):
+                self._suspect()
+            # One group's places follow each other, also where it is asked key by key.
+            answers[ask.places[0] : ask.places[-1] + 1] = (
+                [values] * len(ask.keys) if isinstance(values, Exception) else values
+            )
+        if onward:
+            await asyncio.gather(
+                *(
+                    self._ask(self._node(address), parts, answers, must_ask, hops - 1)
+                    for (address, must_ask), parts in onward.items()
+                )
+            )
+
+    def _sent_on(
+        self, ask: _Ask, reply: AskError | TryAgainError, node: RedisNode, asking: bool
+    ) -> tuple[tuple[Address, bool], list[_Ask]]:
+        """Where to ask next, whether as ASKING, and in which parts.
+
+        A slot that is on its way has some keys here and some there. Here an MGET of both kinds answers TRYAGAIN, one
+        of keys that aren't here ASK; there it answers TRYAGAIN unless all its keys are there, so keys are asked singly.
+        """
+        if isinstance(reply, TryAgainError):
+            return (node.address, asking), ask.singly()
+        if isinstance(reply, MovedError):
+            return (self._follow(reply, node), False), [ask]
+        return (self._follow(reply, node), True), ask.singly()
+
+    def _follow(self, redirect: AskError, node: RedisNode) -> Address:
+        """Where a redirect points to. That a slot has moved is noted, and others that did are looked for."""
+        target = Address(redirect.host or node.address.host, redirect.port)
+        if isinstance(redirect, MovedError) and self._owners is not None and redirect.slot_id in PARTITION_SLOTS:
+            partition = PARTITION_SLOTS.index(redirect.slot_id)
+            self._adopt((*self._owners[:partition], target, *self._owners[partition + 1 :]))
+            self._suspect()
+        return target
+
+    async def _watch(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """The call's result; one that says, or lets suspect, that another server is to be asked begins a search."""
+        try:
+            return await call
+        except (*UNREACHED, *MISPLACED, asyncio.CancelledError):
+            self._suspect()
+            raise
+
+    def _node_of(self, partition: int) -> RedisNode:
+        """Where a partition is. A silent server isn't waited for where others serve their part meanwhile."""
+        assert self._owners is not None
+        address = self._owners[partition]
+        if address is None:
+            self._suspect()
+            raise DirectoryUnavailable(f"no server of the cluster has partition {partition}")
+        node = self._node(address)
+        if node.is_silent and len(self._shards) > 1:
+            self._suspect()
+            if address not in self._probing:
+                self._probing.add(address)
+                self._spawn(self._probe(node))
+            raise DirectoryUnavailable(f"{address} has fallen silent")
+        return node
+
+    def _node(self, address: Address) -> RedisNode:
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._nodes[address] = RedisNode(address, self._url.of_server(address))
+        return node
+
+    async def _probe(self, node: RedisNode) -> None:
+        try:
+            await node.probe()
+        finally:
+            self._probing.discard(node.address)
+
+    async def _find_owners(self) -> None:
+        """Know where the partitions are, or raise; what is known but old is looked for beside the call."""
+        now = asyncio.get_running_loop().time()
+        if self._owners is not None:
+            if now - self._searched_at > self._topology.believed_s:
+                self._suspect()
+            return
+        if self._search_error is not None and now - self._searched_at < SEARCH_INTERVAL_MIN_S:
+            raise DirectoryUnavailable(str(self._search_error)) from self._search_error
+        await asyncio.shield(self._search or self._begin_search())
+
+    def _suspect(self) -> None:
+        """Begin a search, unless one is running or was lately; they are further apart while they find nothing new."""
+        since_s = asyncio.get_running_loop().time() - self._searched_at
+        if since_s > 2 * SEARCH_INTERVAL_MAX_S:
+            self._search_interval_s = SEARCH_INTERVAL_MIN_S
+        if not self._closed and self._search is None and since_s >= self._search_interval_s:
+            self._begin_search()
+
+    def _begin_search(self) -> "asyncio.Task[None]":
+        self._search = self._spawn(self._run_search())
+        return self._search
+
+    async def _run_search(self) -> None:
+        try:
+            owners = await self._topology.find(self._node, self._spawn, set(filter(None, self._owners or ())))
+        except DirectoryError as error:
+            _logger.debug("the partitions can't be found: %s", error)
+            self._search_error = error
+            raise
+        else:
+            self._search_error = None
+            has_changed = owners != self._owners
+            self._search_interval_s = (
+                SEARCH_INTERVAL_MIN_S if has_changed else min(2 * self._search_interval_s, SEARCH_INTERVAL_MAX_S)
+            )
+            if has_changed:
+                self._adopt(owners)
+        finally:
+            self._searched_at = asyncio.get_running_loop().time()
+            self._search = None
+
+    def _adopt(self, owners: Owners) -> None:
+        """Ask these from now on. Idle clients of servers that hold nothing any more are closed."""
+        self._owners = owners
+        groups: dict[Address | None, list[tuple[int, ...]]] = {}
+        for group in self._topology.groups:
+            groups.setdefault(owners[group[0]], []).append(group)
+        self._shards = tuple(Shard(tuple(each)) for each in groups.values())
+        for address in set(self._nodes) - set(owners) - set(self._url.seeds):
+            if self._nodes[address].is_idle:
+                self._spawn(self._nodes.pop(address).aclose())
+
+    def _spawn(self, work: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Whoever waited for it knows; where nobody did, asyncio must not report it.
+
+
+async def _mget(node: RedisNode, asks: Sequence[_Ask], asking: bool) -> list[Any]:
+    """Each ask's reply or the error that it was answered with, in one round trip."""
+    if len(asks) == 1 and not asking:
+        try:
+            return [await node.execute("MGET", *asks[0].keys)]
+        except ResponseError as error:
+            return [error]
+    commands: list[Command] = []
+    for ask in asks:
+        commands += ([ASKING] if asking else []) + [("MGET", *ask.keys)]
+    replies = await node.pipeline(commands)
+    return replies[1::2] if asking else replies
+
+
+def _values_of(reply: Any, keys: int) -> list[bytes | None] | Exception:
+    if isinstance(reply, Exception):
+        return reply
+    if not isinstance(reply, list) or len(reply) != keys:
+        return TypeError("no list of records")
+    if not all(value is None or isinstance(value, bytes) for value in reply):
+        return TypeError("no records")
+    return reply

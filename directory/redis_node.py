@@ -1,0 +1,125 @@
+"""RedisNode: one server's client. It never retries by itself, and knows when its server has fallen silent."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from directory import redis_schema as schema
+from directory.errors import DirectoryError, DirectoryUnavailable
+from directory.server_url import Address
+
+CALL_TIMEOUT_S = 1.0
+"""The most that one call may take, connecting included; a lookup's deadline usually ends its wait sooner."""
+
+SILENT_AFTER_S = CALL_TIMEOUT_S * 0.9
+"""A server is silent when a call has ended without an answer and none had come for this long."""
+
+CONNECTIONS_MAX = 64
+CALLS_IN_FLIGHT_MAX = 1024
+"""Calls of one server begun and not ended, those included that their callers no longer wait for."""
+
+ASKING = ("ASKING",)
+Command = Sequence[bytes | str | int]
+
+
+class RedisNode:
+    """A pool of connections to one server. Raises what redis-py raises, and `DirectoryUnavailable` when overfull."""
+
+    def __init__(self, address: Address, url: str) -> None:
+        """Raises `DirectoryError` for a URL that redis-py can't use; connects when first used."""
+        self.address = address
+        self._client = Redis(connection_pool=_connection_pool(url))
+        self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
+        self._calls = 0
+        self._asked_at: float | None = None
+        self.is_silent = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for it."""
+        return not self._calls
+
+    async def execute(self, *command: bytes | str | int, asking: bool = False) -> Any:
+        """A command's reply; `asking`: of a slot that is still on its way to this server."""
+        if asking:
+            _, reply = await self.pipeline([ASKING, command])
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+        with self._listening():
+            return await self._execute(*command)
+
+    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """Each command's reply, or the error that it was answered with, in one round trip."""
+        with self._listening():
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
+
+    async def call_function(self, *call: bytes | str | int, asking: bool = False) -> Any:
+        """A function's reply, after loading the library where the server hasn't got it (started afresh, flushed)."""
+        try:
+            return await self.execute(*call, asking=asking)
+        except ResponseError as error:
+            if "function not found" not in str(error).lower():
+                raise
+        await self.execute("FUNCTION LOAD", "REPLACE", schema.functions_source())
+        return await self.execute(*call, asking=asking)
+
+    async def probe(self) -> None:
+        """Ask a silent server whether it is there; `is_silent` says what came of it."""
+        await self.execute("PING")
+
+    async def aclose(self) -> None:
+        """Close every connection, used or not."""
+        await self._client.connection_pool.disconnect()
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        if self._calls >= CALLS_IN_FLIGHT_MAX:
+            raise DirectoryUnavailable(f"too many calls of {self.address} are in flight")
+        now = asyncio.get_running_loop().time
+        asked_at = self._asked_at = now() if self._asked_at is None else self._asked_at
+        self._calls += 1
+        try:
+            yield
+        except ResponseError:
+            self._heard()
+            raise
+        except BaseException:
+            self.is_silent = self.is_silent or now() - (self._asked_at or asked_at) >= SILENT_AFTER_S
+            raise
+        else:
+            self._heard()
+        finally:
+            self._calls -= 1
+
+    def _heard(self) -> None:
+        self.is_silent = False
+        self._asked_at = asyncio.get_running_loop().time() if self._calls > 1 else None
+
+
+def _connection_pool(url: str) -> BlockingConnectionPool:
+    """A pool that connects when it must and never retries by itself: writers number their attempts."""
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            protocol=2,
+            max_connections=CONNECTIONS_MAX,
+            timeout=CALL_TIMEOUT_S,
+            socket_timeout=CALL_TIMEOUT_S,
+            socket_connect_timeout=CALL_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+        pool.connection_class(**pool.connection_kwargs)  # No I/O: tells now what would be wrong with each connection.
+    except (ValueError, RedisError) as error:
+        raise DirectoryError("the directory's URL can't be read; redis://host:6379 is one that can") from error
+    return pool
