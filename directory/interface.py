@@ -22,8 +22,11 @@ from directory.members import TERM_S, Load, Member, Registration, Renewal
 from directory.placements import partition_of
 
 BATCH_PLACEMENTS_MAX = 64
-KNOWN_FRESH_S = 2.0
 SETTLE_S = 2.5
+"""How long a new life waits before it places anything."""
+KNOWN_FRESH_S = 1.4
+"""How old a table may be when its incarnations are sent with a batch: with the second that a call may take, it is
+younger than `SETTLE_S` when the batch is applied."""
 LOST = -1
 """What a partition that holds no attempt of an incarnation returns."""
 

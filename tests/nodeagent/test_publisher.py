@@ -1,152 +1,16 @@
 """The directory may be stale and converges: under lost requests, lost replies, late duplicates, flushes, restarts."""
 
 import asyncio
-import hashlib
 import random
-from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from directory.errors import DirectoryFull, DirectoryUnavailable, RegistrationRefused
+from directory.errors import RegistrationRefused
 from directory.interface import BATCH_PLACEMENTS_MAX, SETTLE_S
 from directory.members import REMEMBERED_S, TERM_S, HostRegistration, Load
-from directory.memory import MemoryDirectory
-from nodeagent.inventory import Inventory
-from nodeagent.metrics import AgentMetrics
-from nodeagent.publisher import Publisher
-from nodeagent.registration import FleetTable, Lives
-from tests.nodeagent.faketime import FakeTime
-from tests.nodeagent.running import believed
-
-DRAM = 2
-
-
-def key(number: int) -> bytes:
-    return hashlib.sha256(str(number).encode()).digest()[:16]
-
-
-class FaultyDirectory:
-    """A `MemoryDirectory` behind a bad network: what is due in `faults` happens to the next write."""
-
-    def __init__(self, time: FakeTime) -> None:
-        self._time = time
-        self.behind = MemoryDirectory(time.clock)
-        self.faults: list[str] = []
-        self.is_down = False
-        self.late = []
-        self.sent = []
-
-    def flush(self) -> None:
-        self.behind = MemoryDirectory(self._time.clock)
-
-    async def deliver_late(self) -> None:
-        late, self.late = self.late, []
-        for batch in late:
-            await self.behind.place(batch)
-
-    async def place(self, batch):
-        return await self._write(batch, self.behind.place)
-
-    async def withdraw(self, batch):
-        return await self._write(batch, self.behind.withdraw)
-
-    async def _write(self, batch, apply):
-        await asyncio.sleep(0)
-        fault = self.faults.pop(0) if self.faults else ""
-        if self.is_down or fault == "lost request":
-            raise DirectoryUnavailable("lost")
-        if fault == "late request":
-            self.late.append(batch)
-            raise DirectoryUnavailable("slow")
-        if fault == "bug":
-            raise RuntimeError("a fault that no docstring names")
-        if fault == "full" and any(mask for _, mask in batch.states):
-            raise DirectoryFull("full")
-        held = await apply(batch)
-        self.sent.append(batch)
-        if fault == "lost reply":
-            raise DirectoryUnavailable("no reply")
-        if fault == "duplicate":
-            self.late.append(batch)
-        return held
-
-    async def register(self, *arguments):
-        await self._call()
-        return await self.behind.register(*arguments)
-
-    async def renew(self, *arguments):
-        await self._call()
-        return await self.behind.renew(*arguments)
-
-    async def retire(self, *arguments):
-        await self._call()
-        return await self.behind.retire(*arguments)
-
-    async def members(self):
-        await self._call()
-        return await self.behind.members()
-
-    async def lookup(self, keys, deadline_s):
-        return await self.behind.lookup(keys, deadline_s)
-
-    async def _call(self) -> None:
-        await asyncio.sleep(0)
-        if self.is_down:
-            raise DirectoryUnavailable("down")
-
-
-class Stage:
-    def __init__(self, **options) -> None:
-        self.time = FakeTime()
-        self.directory = FaultyDirectory(self.time)
-        self.metrics = AgentMetrics()
-        self.table = FleetTable(self.directory, self.time.clock, self.time.sleep, self.metrics)
-        self.publisher = self.make(**options)
-
-    def make(self, **options) -> Publisher:
-        lives = Lives(
-            self.directory, HostRegistration("host-1", "http://127.0.0.1:1"), Load, self.time.sleep, self.metrics
-        )
-        return Publisher(
-            self.directory,
-            lives,
-            Inventory(100_000),
-            self.table,
-            clock=self.time.clock,
-            sleep=self.time.sleep,
-            metrics=self.metrics,
-            **options,
-        )
-
-    async def believed(self, number: int) -> int:
-        return await believed(self.directory.behind, key(number))
-
-    async def live_count(self) -> int:
-        return sum(member.is_live for member in await self.directory.behind.members())
-
-    def walks(self, reason: str) -> float:
-        return self.metrics.registry.get_sample_value("warmroute_walks_total", {"reason": reason}) or 0.0
-
-
-@asynccontextmanager
-async def running(publisher: Publisher, table: FleetTable):
-    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(table.run())]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-@asynccontextmanager
-async def staged(**options):
-    stage = Stage(**options)
-    async with running(stage.publisher, stage.table):
-        await stage.time.advance(SETTLE_S + 1)
-        yield stage
+from tests.nodeagent.publishing import DRAM, Stage, key, running, staged
 
 
 async def test_a_new_life_places_nothing_before_others_have_heard_of_it():
