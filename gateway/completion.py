@@ -165,7 +165,8 @@ class Completion:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
             return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
         with self._stage("keys"):
-            chains = chain_chunks(views, encoding.tokens, Scope(salt=request.cache_salt))
+            groups = self._lookup.grouped(request.model, views)
+            chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
         with self._stage("lookup"):
             holders = await self._find_holders(chains, views, encoding.prompt_tokens)
         if holders.degraded:
@@ -194,7 +195,7 @@ class Completion:
         started_at = self._clock()
         holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
         self._metrics.lookup.observe(self._clock() - started_at)
-        if not holders.is_known:
+        if holders.degraded in ("directory_unavailable", "gateway_late"):
             self._metrics.directory_errors.labels("lookup").inc()
         return holders
 
