@@ -10,8 +10,8 @@ from directory.chunks import pack_tokens
 from directory.errors import DirectoryUnavailable
 from directory.identity import UNSCOPED, Scope
 from directory.interface import Lookup
-from directory.members import Member, draw_incarnation
-from directory.placements import Reach, pack_holders
+from directory.members import Member
+from directory.placements import pack_holders
 from directory.tiers import Tier
 from gateway.fleet import EngineView
 from gateway.lookup import (
@@ -24,16 +24,9 @@ from gateway.lookup import (
     lookup_deadline_s,
 )
 from gateway.lookup_breaker import EXCUSES_MAX, FAILURES_MAX, LATE_S, PAUSE_S
-from tests.gateway.samples import RATES, engine_registration
+from tests.gateway.views import LIFE, view
 
-LIFE = draw_incarnation()
 TOKENS = pack_tokens(range(41))
-
-
-def view(engine: str, **other: object) -> EngineView:
-    reach = Reach(engine, frozenset(), frozenset({LIFE}))
-    registration = engine_registration(engine, **other)
-    return EngineView(engine, "http://e:1", registration.models, registration, "", reach, RATES, "ready")  # type: ignore[arg-type]
 
 
 def chains_of(views: Sequence[EngineView], tokens: bytes, scope: Scope) -> list[ChunkChain]:
