@@ -83,7 +83,8 @@ class GatewayView:
         deadline_s = _deadline_s(len(keys))
         holders = Holders(is_known=False, degraded="directory_unavailable")
         if self.fleet.is_directory_known():
-            holders = await self.lookup.find([ChunkChain(tuple(keys), tuple(views))], deadline_s)
+            groups = self.lookup.grouped(MODEL, views)
+            holders = await self.lookup.find([ChunkChain(tuple(keys), group) for group in groups], deadline_s)
         best = max((match.chunks for match in holders.matches.values()), default=0)
         reached = frozenset[bytes]().union(*(view.reach.own | view.reach.host for view in views))
         took_s = time.monotonic() - begun_s
@@ -95,7 +96,7 @@ class GatewayView:
 
     @contextlib.asynccontextmanager
     async def asking(self, prompts: Sequence[Sequence[bytes]]) -> AsyncIterator[list[Asked]]:
-        """Ask for one prompt after the other, over and over: the list grows. What is raised is raised at the end."""
+        """Ask for one prompt after the other, over and over: the list grows. What is raised ends the block."""
         asked: list[Asked] = []
 
         async def ask_on() -> None:
@@ -104,13 +105,10 @@ class GatewayView:
                     asked.append(await self.ask(keys))
                     await asyncio.sleep(ASK_PAUSE_S)
 
-        task = asyncio.create_task(ask_on())
-        try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(ask_on())
             yield asked
-        finally:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
 
 async def until(holds: Callable[[], bool], what: str, bound_s: float) -> None:
