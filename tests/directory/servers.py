@@ -213,7 +213,8 @@ class ClusterOfThree(_Group):
     def move_keys(self, slot: int, source: ServerProcess, target: ServerProcess, keys_max: int = 10**9) -> int:
         """Move keys of a slot under migration; how many were moved."""
         client = source.client()
-        keys: Any = client.execute_command("CLUSTER GETKEYSINSLOT", slot, keys_max)
+        # In two words: redis-py leaves the reply as it is.
+        keys: Any = client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, keys_max)
         auth = ["AUTH", self._password] if self._password is not None else []
         if keys:
             client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, *auth, "KEYS", *keys)

@@ -1,11 +1,10 @@
-"""What only RedisDirectory has to keep: URLs, faults of the server and the wire, memory limits, the schema."""
+"""What only RedisDirectory has to keep: faults of the server and the wire, memory limits, the schema."""
 
 import asyncio
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -15,8 +14,9 @@ from directory import redis_schema as schema
 from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable, SchemaMismatch
 from directory.members import Load
 from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, RedisDirectory
+from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
-from tests.directory.stands import CONDITION_TIMEOUT_S, RedisStand, running_valkey, start_valkey, until
+from tests.directory.stands import CONDITION_TIMEOUT_S, RedisStand, start_valkey, until
 from tests.directory.wire import StallingWire
 
 A, B = incarnation(1), incarnation(2)
@@ -52,75 +52,6 @@ def stopped(valkey: ValkeyServer, raw: "redis.Redis") -> Iterator[int]:
 
 async def held(directory: RedisDirectory, of: bytes = K1, deadline_s: float = DEADLINE_S) -> dict[bytes, int]:
     return holders((await directory.lookup([of], deadline_s)).records[0])
-
-
-class TestUrls:
-    @pytest.mark.parametrize(
-        "url",
-        [
-            "",
-            "localhost:6379",
-            "http://localhost:6379",
-            "redis://",
-            "redis://:6379",
-            "redis://host:port",
-            "redis://host:99999",
-            "redis://host:0",
-            "redis://host/base",
-            "redis://host?db=x",
-            "redis://host?decode_responses=true",
-            "rediss://host?ssl_cert_reqs=perhaps",
-            "unix://",
-            "redis://[::1",
-            "rediss://user:geheim@",
-        ],
-    )
-    def test_a_malformed_url_is_refused_in_one_sentence(self, url: str) -> None:
-        with pytest.raises(DirectoryError) as refusal:
-            RedisDirectory.connect(url)
-        message = str(refusal.value)
-        assert message.startswith("the directory's URL ")
-        assert "\n" not in message
-        assert "geheim" not in message
-
-    @pytest.mark.parametrize(
-        "url",
-        [
-            "redis://host",
-            "redis://user:pass%40word@host:6379/3",
-            "rediss://:password@host:6380?ssl_ca_certs=/etc/ca.pem",
-            "unix:///run/redis.sock",
-            "unix://user:password@/run/redis.sock?db=2",
-            "redis://[::1]:6379",
-        ],
-    )
-    async def test_a_good_url_is_accepted_without_connecting(self, url: str) -> None:
-        await RedisDirectory.connect(url).aclose()
-
-    async def test_a_server_that_is_not_there_is_unavailable(self, unused_tcp_port: int) -> None:
-        directory = RedisDirectory.connect(f"redis://127.0.0.1:{unused_tcp_port}")
-        for call in (directory.lookup([K1], DEADLINE_S), directory.members(), directory.place(batch(A, 0, {K1: 1}))):
-            with pytest.raises(DirectoryUnavailable):
-                await call
-        await directory.aclose()
-
-    async def test_passwords_users_databases_and_unix_sockets_work(self, tmp_path: Path) -> None:
-        socket = tmp_path / "v.sock"
-        with running_valkey(unix_socket_path=socket) as server:
-            with redis.Redis(port=server.port, protocol=2) as client:
-                client.config_set("requirepass", "a@b/c")
-            good = [f"redis://:a%40b%2Fc@127.0.0.1:{server.port}/0", f"unix://default:a%40b%2Fc@{socket}?db=0"]
-            for attempt, url in enumerate(good):
-                directory = RedisDirectory.connect(url)
-                assert await directory.place(batch(A, attempt, {K1: 1})) == attempt - 1
-                await directory.aclose()
-            other_database = RedisDirectory.connect(f"redis://:a%40b%2Fc@127.0.0.1:{server.port}/1")
-            assert await held(other_database) == {}
-            await other_database.aclose()
-            wrong = RedisDirectory.connect(f"redis://:wrong@127.0.0.1:{server.port}")
-            with pytest.raises(DirectoryUnavailable, match="password"):
-                await wrong.members()
-            await wrong.aclose()
 
 
 class TestFaults:
@@ -416,28 +347,41 @@ class TestSchema:
         await redis_stand.directory.place(batch(B, 0, {K1: 2}))
         assert raw.get(schema.record_key(K1)) == A + b"\x01" + B + b"\x02"
 
-    async def test_an_agent_confined_to_the_documented_commands_works(
+    async def test_users_confined_to_the_documented_commands_work(
         self, valkey: ValkeyServer, redis_stand: RedisStand, raw: "redis.Redis"
     ) -> None:
         await redis_stand.directory.members()
-        readme = Path(schema.__file__).with_name("README.md").read_text()
-        (rule,) = [line for line in readme.splitlines() if line.startswith("ACL SETUSER agent ")]
-        raw.execute_command(*rule.replace("<password>", "pw").split())
-        agent = RedisDirectory.connect(f"redis://agent:pw@127.0.0.1:{valkey.port}")
+        users = documented_users()
+        for rule in users.values():
+            raw.execute_command(*rule)
+        names = ("agent", "gateway", "operator")
+        agent, gateway, operator = (RedisDirectory.connect(f"redis://{u}:pw@127.0.0.1:{valkey.port}") for u in names)
+        forbidden = [("FLUSHALL",), ("GET", "other"), ("KEYS", "*"), ("FUNCTION", "FLUSH"), ("EVAL", "return 1", 0)]
         try:
             await agent.register(A, HOST, LOAD)
             assert (await agent.renew(A, LOAD)).known
             assert await agent.place(batch(A, 0, {K1: 1})) == -1
             assert await agent.withdraw(batch(A, 1, {K1: 0})) == 0
+            assert await agent.place(batch(A, 2, {K1: 2}, known=frozenset((A,)))) == 1
             await agent.retire(A)
-            assert len(await agent.members()) == 1
-            with redis.Redis(port=valkey.port, username="agent", password="pw", protocol=2) as plain:
-                for command in (("FLUSHALL",), ("GET", "other"), ("KEYS", "*"), ("FUNCTION", "FLUSH")):
-                    with pytest.raises(redis.ResponseError, match=r"(?i)permission"):
-                        plain.execute_command(*command)
+            for each in (agent, gateway, operator):
+                assert len(await each.members()) == 1
+            for each in (gateway, operator):
+                assert await held(each) == {A: 2}
+            for name in names:
+                with redis.Redis(port=valkey.port, username=name, password="pw", protocol=2) as plain:
+                    for command in forbidden:
+                        with pytest.raises(redis.ResponseError, match=r"(?i)permission"):
+                            plain.execute_command(*command)
+            for call in (gateway.place(batch(A, 3, {K1: 4})), gateway.retire(A), agent.lookup([K1], DEADLINE_S)):
+                with pytest.raises(DirectoryError, match=r"(?i)permission"):
+                    await call
             raw.function_flush()
             with pytest.raises(DirectoryError, match="permission"):
                 await agent.members()
+            assert await operator.place(batch(A, 3, {K1: 4})) == 2
+            assert len(await agent.members()) == 1
         finally:
-            await agent.aclose()
-            raw.execute_command("ACL", "DELUSER", "agent")
+            for each in (agent, gateway, operator):
+                await each.aclose()
+            raw.execute_command("ACL", "DELUSER", *names)

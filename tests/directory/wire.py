@@ -1,6 +1,7 @@
 """A wire that stalls: a proxy in front of a server which passes a limited number of the reply's bytes."""
 
 import asyncio
+import ssl
 from contextlib import suppress
 
 READ_BYTES_MAX = 65536
@@ -9,15 +10,16 @@ READ_BYTES_MAX = 65536
 class StallingWire:
     """Use as `async with`. Passes everything until `stall_after` limits how many more reply bytes come through."""
 
-    def __init__(self, server_port: int) -> None:
-        self._server_port = server_port
+    def __init__(self, server_port: int, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` is what clients meet; the server behind is reached in the clear."""
+        self._server_port, self._tls = server_port, tls
         self._left: int | None = None
         self._resumed = asyncio.Event()
         self.connections = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "StallingWire":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
 

