@@ -158,3 +158,13 @@ async def working_agents(url: str, holdings: Iterable[Iterable[bytes]]) -> Async
             agent.hold(keys)
             agents.append(agent)
         yield agents
+
+
+@contextlib.asynccontextmanager
+async def churning(agents: Iterable[Agent]) -> AsyncIterator[None]:
+    """Let each agent's passing keys come and go for as long as the block lasts."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(agent.churn(number)) for number, agent in enumerate(agents)]
+        yield
+        for task in tasks:
+            task.cancel()

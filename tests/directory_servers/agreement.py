@@ -1,5 +1,7 @@
 """Whether the directory says of the living what they hold, and nothing else."""
 
+import asyncio
+import time
 from collections.abc import Iterable, Sequence
 
 from directory.placements import unpack_holders
@@ -39,6 +41,16 @@ async def differences(directory: RedisDirectory, agents: Iterable[Agent], extra:
         if said != expected:
             found.append(f"key {key.hex()}: {said} is said, {expected} is so")
     return found
+
+
+async def until_equal(
+    directory: RedisDirectory, agents: Sequence[Agent], extra: Sequence[bytes], bound_s: float
+) -> None:
+    """Wait until there are no `differences`, at most `bound_s`. Agents must be at rest."""
+    ends_at = time.monotonic() + bound_s
+    while found := await differences(directory, agents, extra):
+        assert time.monotonic() < ends_at, found[:5]
+        await asyncio.sleep(0.1)
 
 
 async def incarnations(directory: RedisDirectory) -> dict[bytes, str]:
