@@ -101,7 +101,7 @@ class Connections:
         except AskError as redirect:
             if not self._topology.follows_redirects:
                 raise
-            target = self._node(self._follow(redirect, node))
+            target = self._node(self._follow(redirect, node.address))
             must_ask = not isinstance(redirect, MovedError)
         try:
             return await self._watch(target.call_function(*call, asking=must_ask))
@@ -120,7 +120,7 @@ class Connections:
             asks.append(_Ask(group, range(begun, begun + len(group))))
             begun += len(group)
         answers: list[Answer] = [None] * begun
-        await self._ask(self._node_of(partition), asks, answers)
+        await self._ask(self._node_of(partition).address, asks, answers)
         return answers
 
     async def aclose(self) -> None:
@@ -135,36 +135,32 @@ class Connections:
             await asyncio.gather(self._topology.aclose(), *closing)
 
     async def _ask(
-        self, node: RedisNode, asks: Sequence[_Ask], answers: list[Answer], asking: bool = False, hops: int = HOPS_MAX
+        self, address: Address, asks: Sequence[_Ask], answers: list[Answer], asking: bool = False, hops: int = HOPS_MAX
     ) -> None:
         """Fill `answers`. What is sent on goes to each server at the same time; who fails, fails for its keys only."""
         try:
-            replies = await self._watch(_mget(node, asks, asking))
+            replies = await self._watch(_mget(self._node(address), asks, asking))
         except (RedisError, OSError, DirectoryError) as error:
             replies = [error] * len(asks)
         onward: dict[tuple[Address, bool], list[_Ask]] = {}
         for ask, reply in zip(asks, replies, strict=True):
-            if hops and self._topology.follows_redirects and isinstance(reply, AskError | TryAgainError):
-                target, parts = self._sent_on(ask, reply, node, asking)
-                onward.setdefault(target, []).extend(parts)
+            if self._topology.follows_redirects and isinstance(reply, AskError | TryAgainError):
+                if not hops:
+                    _fill(answers, ask, TryAgainError(f"the slot is moving: {reply}"))
+                    continue
+                place, parts = self._sent_on(ask, reply, address, asking)
+                onward.setdefault(place, []).extend(parts)
                 continue
-            values = _values_of(reply, len(ask.keys))
-            if isinstance(values, MISPLACED):
+            if isinstance(reply, MISPLACED):
                 self._suspect()
-            # One group's places follow each other, also where it is asked key by key.
-            answers[ask.places[0] : ask.places[-1] + 1] = (
-                [values] * len(ask.keys) if isinstance(values, Exception) else values
-            )
+            _fill(answers, ask, _values_of(reply, len(ask.keys)))
         if onward:
             await asyncio.gather(
-                *(
-                    self._ask(self._node(address), parts, answers, must_ask, hops - 1)
-                    for (address, must_ask), parts in onward.items()
-                )
+                *(self._ask(target, parts, answers, must_ask, hops - 1) for (target, must_ask), parts in onward.items())
             )
 
     def _sent_on(
-        self, ask: _Ask, reply: AskError | TryAgainError, node: RedisNode, asking: bool
+        self, ask: _Ask, reply: AskError | TryAgainError, address: Address, asking: bool
     ) -> tuple[tuple[Address, bool], list[_Ask]]:
         """Where to ask next, whether as ASKING, and in which parts.
 
@@ -172,14 +168,14 @@ class Connections:
         of keys that aren't here ASK; there it answers TRYAGAIN unless all its keys are there, so keys are asked singly.
         """
         if isinstance(reply, TryAgainError):
-            return (node.address, asking), ask.singly()
+            return (address, asking), ask.singly()
         if isinstance(reply, MovedError):
-            return (self._follow(reply, node), False), [ask]
-        return (self._follow(reply, node), True), ask.singly()
+            return (self._follow(reply, address), False), [ask]
+        return (self._follow(reply, address), True), ask.singly()
 
-    def _follow(self, redirect: AskError, node: RedisNode) -> Address:
+    def _follow(self, redirect: AskError, address: Address) -> Address:
         """Where a redirect points to. That a slot has moved is noted, and others that did are looked for."""
-        target = Address(redirect.host or node.address.host, redirect.port)
+        target = Address(redirect.host or address.host, redirect.port)
         if isinstance(redirect, MovedError) and self._owners is not None and redirect.slot_id in PARTITION_SLOTS:
             partition = PARTITION_SLOTS.index(redirect.slot_id)
             self._adopt((*self._owners[:partition], target, *self._owners[partition + 1 :]))
@@ -299,6 +295,11 @@ async def _mget(node: RedisNode, asks: Sequence[_Ask], asking: bool) -> list[Any
         commands += ([ASKING] if asking else []) + [("MGET", *ask.keys)]
     replies = await node.pipeline(commands)
     return replies[1::2] if asking else replies
+
+
+def _fill(answers: list[Answer], ask: _Ask, values: list[bytes | None] | Exception) -> None:
+    """Put values where they belong: the places of one ask follow each other."""
+    answers[ask.places[0] : ask.places[-1] + 1] = [values] * len(ask.keys) if isinstance(values, Exception) else values
 
 
 def _values_of(reply: Any, keys: int) -> list[bytes | None] | Exception:

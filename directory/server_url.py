@@ -33,7 +33,7 @@ _SCHEMES: dict[str, tuple[Kind, str]] = {
 }
 _TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
 _SENTINEL_OPTIONS = {"sentinel_username", "sentinel_password"}
-_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\[\]:/@\s]+))(?::([0-9]{1,5}))?")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\[\]:/?#@,\s]+))(?::([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,12 @@ class ServerUrl:
     _sentinel_login: str = field(repr=False)
 
     def of_server(self, address: Address) -> str:
-        """The URL of one server that holds the directory, as redis-py reads it."""
+        """The URL of one server that holds the directory, as redis-py reads it.
+
+        Raises `DirectoryError` for what can't be a host's name, such as the `?` of a server that doesn't know its own.
+        """
+        if self._scheme != "unix" and not _HOST.fullmatch(str(address)):
+            raise DirectoryError(f"the servers name one that can't be reached: {address}")
         return self._url(address, self._login, self._database)
 
     def of_sentinel(self, address: Address) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import redis.asyncio
-import redis.exceptions
 from pydantic import ValidationError
 
+from directory.errors import DirectoryError
+from directory.redis_directory import RedisDirectory
 from gateway.config import EngineConfig
 from warmroute.configuration import without_password
 from warmroute.processes import Part, PartFailed, Supervisor
@@ -350,16 +350,17 @@ async def _check_redis(url: str) -> None:
 
 
 async def _redis_trouble(url: str) -> str | None:
+    """What keeps the directory from being used, if anything does."""
     try:
-        client = redis.asyncio.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2)
-    except ValueError as error:
+        directory = RedisDirectory.connect(url)
+    except DirectoryError as error:
         return str(error)
     try:
-        await client.ping()
-    except (redis.exceptions.RedisError, OSError) as error:
+        await directory.members()
+    except DirectoryError as error:
         return str(error)
     finally:
-        await client.aclose()
+        await directory.aclose()
     return None
 
 

