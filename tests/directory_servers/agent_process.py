@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from tests.directory_servers.agents import Agent
+from tests.directory_servers.agents import PASSING_AT_ONCE, Agent
 from tests.directory_servers.corpus import Corpus
 
 END_TIMEOUT_S = 10.0
@@ -28,6 +28,8 @@ class AgentProcess:
     url: str
     corpus: Corpus
     numbers: Sequence[int]
+    churned: int = PASSING_AT_ONCE
+    """How many keys of each agent come or go at once, five times a second."""
     process: "subprocess.Popen[bytes] | None" = None
 
     def __enter__(self) -> "AgentProcess":
@@ -39,7 +41,7 @@ class AgentProcess:
 
     def start(self) -> None:
         words = [sys.executable, "-m", "tests.directory_servers.agent_process", self.url]
-        words += [f"{self.corpus.prompts}x{self.corpus.chunks}/{self.corpus.agents}", *map(str, self.numbers)]
+        words += [str(self.corpus), str(self.churned), *map(str, self.numbers)]
         self.process = subprocess.Popen(words)
 
     def kill(self) -> None:
@@ -54,7 +56,7 @@ class AgentProcess:
         os.kill(self.process.pid, signal.SIGUSR1)
 
 
-async def serve(url: str, corpus: Corpus, numbers: Sequence[int]) -> None:
+async def serve(url: str, corpus: Corpus, churned: int, numbers: Sequence[int]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         agents = [await stack.enter_async_context(Agent(url, str(number))) for number in numbers]
         for number, agent in zip(numbers, agents, strict=True):
@@ -62,20 +64,18 @@ async def serve(url: str, corpus: Corpus, numbers: Sequence[int]) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: [agent.walk() for agent in agents])
         async with asyncio.TaskGroup() as group:
             for number, agent in zip(numbers, agents, strict=True):
-                group.create_task(agent.churn(number))
+                group.create_task(agent.churn(number, churned))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
-    parser.add_argument("corpus", help="PROMPTSxCHUNKS/AGENTS")
+    parser.add_argument("corpus", type=Corpus.read)
+    parser.add_argument("churned", type=int)
     parser.add_argument("numbers", nargs="+", type=int)
     options = parser.parse_args()
-    size, _, agents = options.corpus.partition("/")
-    prompts, _, chunks = size.partition("x")
-    corpus = Corpus(int(prompts), int(chunks), int(agents))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(options.url, corpus, options.numbers))
+        runner.run(serve(options.url, options.corpus, options.churned, options.numbers))
 
 
 if __name__ == "__main__":

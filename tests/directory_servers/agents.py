@@ -103,11 +103,11 @@ class Agent:
         samples = (sample for family in self.metrics.registry.collect() for sample in family.samples)
         return {each.labels["reason"]: each.value for each in samples if each.name == "warmroute_walks_total"}
 
-    async def churn(self, number: int) -> None:
-        """Let keys come and go until cancelled: the writes of an agent at work."""
+    async def churn(self, number: int, at_once: int = PASSING_AT_ONCE) -> None:
+        """Let keys come and go until cancelled: the writes of an agent at work, or with many `at_once` a flood."""
         count = 0
         while True:
-            for _ in range(PASSING_AT_ONCE):
+            for _ in range(at_once):
                 key = passing_key(number, count % PASSING_KEYS)
                 self.host.record(key, 0 if self.host.inventory.mask(key) else ON_HOST)
                 count += 1

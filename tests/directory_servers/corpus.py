@@ -7,11 +7,15 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`prompts` prompts of `chunks` chunks each, dealt out to `agents` agents in turn: each prompt has one holder."""
+    """`prompts` prompts of `chunks` chunks each, dealt out to `agents` agents in turn.
+
+    The first `shared` of them are held by every agent, each of the others by one.
+    """
 
     prompts: int
     chunks: int
     agents: int
+    shared: int = 0
 
     def keys(self, prompt: int) -> tuple[bytes, ...]:
         """The prompt's directory keys, in order."""
@@ -21,8 +25,17 @@ class Corpus:
         return [self.keys(prompt) for prompt in range(self.prompts)]
 
     def held_by(self, agent: int) -> list[bytes]:
-        """What one agent holds."""
-        return [key for prompt in range(agent, self.prompts, self.agents) for key in self.keys(prompt)]
+        """What one agent holds, the shared prompts first."""
+        own = range(self.shared + agent, self.prompts, self.agents)
+        return [key for prompt in (*range(self.shared), *own) for key in self.keys(prompt)]
+
+    @classmethod
+    def read(cls, text: str) -> "Corpus":
+        """What `str` wrote."""
+        return cls(*map(int, text.split(",")))
+
+    def __str__(self) -> str:
+        return f"{self.prompts},{self.chunks},{self.agents},{self.shared}"
 
 
 @cache
