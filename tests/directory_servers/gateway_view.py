@@ -120,13 +120,16 @@ async def until(holds: Callable[[], bool], what: str, bound_s: float) -> None:
 
 
 async def until_rate(asked: Sequence[Asked], window: int, rate: float, bound_s: float) -> float:
-    """Seconds until the `window` lookups that began last, all of them since this call, have at least that hit rate."""
+    """Wait until `window` lookups in a row, begun since this call, have at least that hit rate, at most `bound_s`.
+
+    Returns how many seconds after this call the first of them began: what was asked from then on was found.
+    """
     begun_s, skipped = time.monotonic(), len(asked)
     found = 0.0
     while True:
         newest = asked[skipped:][-window:]
         if len(newest) == window and (found := hit_rate(newest)) >= rate:
-            return time.monotonic() - begun_s
+            return newest[0].begun_s - begun_s
         assert time.monotonic() - begun_s < bound_s, f"a hit rate of {found:.3f}, not {rate:.3f}, after {bound_s} s"
         await asyncio.sleep(0.02)
 

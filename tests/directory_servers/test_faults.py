@@ -69,6 +69,7 @@ async def test_a_stopped_server_costs_hits_and_no_request(fleet: GatewayFleet, r
                 await asyncio.sleep(0.1)
             assert (await fleet.shown())["directory"].startswith("unavailable")
             assert await unanswered(fleet) > before
+            assert all(agent.metric("warmroute_degraded_total", reason="directory") for agent in fleet.agents)
         finally:
             redis_server.resume()
         took_s = await fleet.until_warm(RECOVERY_BOUND_S)
