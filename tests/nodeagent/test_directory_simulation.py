@@ -18,6 +18,7 @@ REMEMBERED_S = 20.0
 """How long the server remembers who ended, here: everything is shorter than in life, and in the same order."""
 STORM_S = 45.0
 SETTLED_WITHIN_S = 200.0
+LAST_CHANGES = 30
 EVENTS = {
     "change": 30,
     "flood": 3,
@@ -47,6 +48,7 @@ class Story:
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
         self.server = Server()
+        self._last_lives: set[bytes] = set()
         self.writers = [Writer(f"host-{number}", self.server, self._chance) for number in range(4)]
 
     async def play(self) -> None:
@@ -111,16 +113,20 @@ class Story:
             writer.wire.weather = ROUGH
         if not any(writer.is_running for writer in self.writers):
             self.writers[0].start({})
-        lives: set[bytes] = set()
+        lives: set[bytes] | None = None
         while lives != self._lives():  # a loss may be noticed late, by a heartbeat
             lives = self._lives()
             await self._until_settled()
             await asyncio.sleep(REMEMBERED_S + TERM_S + CALL_S)
 
     async def _walk_once(self) -> None:
-        self._lives_before = self._lives()
+        self._last_lives = self._lives()
         for writer in self._running():
             writer.publisher.doubt("the last")
+        for _ in range(LAST_CHANGES):
+            await asyncio.sleep(self._chance.expovariate(4.0))
+            self._last_lives |= self._lives()
+            self._change(self._chance.choice(self._running()), self._chance.randrange(1, 8))
         await self._until_settled()
         for writer in self._running():
             writer.wire.weather = CALM
@@ -132,6 +138,7 @@ class Story:
         while not all(writer.publisher.is_settled for writer in self._running()):
             assert now() < until, "it doesn't come to rest"
             await asyncio.sleep(0.25)
+            self._last_lives |= self._lives()
 
     def _running(self) -> list[Writer]:
         return [writer for writer in self.writers if writer.is_running]
@@ -153,8 +160,17 @@ class Story:
             for key, mask in writer.held.items()
         }
         assert believed == held
-        for key in {key for key, _ in held}:
-            assert holders[key].keys() <= live | self._lives_before, "who is forgotten is pruned"
+        for key, life in held:
+            record = holders[key].keys()
+            assert record <= self._last_lives, "it holds who is live, or was left in the last walk"
+            lives = self._lives_of(life) & self._last_lives
+            if len(lives) == 2:  # else a walk was begun again, and what it left half way is pruned later
+                assert record & lives == {life}, "a walk replaces the life before"
+
+    def _lives_of(self, life: bytes) -> set[bytes]:
+        """All that are remembered of the same host."""
+        rows = self.server.directory._rows
+        return {other for other, row in rows.items() if row.registration == rows[life].registration}
 
     def _live_rows(self) -> set[bytes]:
         rows = self.server.directory._rows
