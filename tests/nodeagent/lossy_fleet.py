@@ -105,7 +105,7 @@ class Weather:
 
 
 CALM = Weather()
-ROUGH = Weather(0.08, 0.08, 0.04, 0.04, late_max_s=CALL_S, spares_table=True)
+ROUGH = Weather(0.08, 0.08, 0.08, 0.12, late_max_s=CALL_S, spares_table=True)
 """Late by no more than a call's own bound, and the table can be read: without it, nobody is pruned."""
 STORM = Weather(0.12, 0.12, 0.08, 0.08, late_max_s=8.0)
 
