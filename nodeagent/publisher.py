@@ -241,10 +241,10 @@ class Publisher:
             self._metrics.announce_lag.observe(max(0.0, self._clock() - min(keys.values())))
         self._note_progress()
 
-    def _number(self, lane: Lane, life: Life, keys: Iterable[bytes]) -> Batch:
+    def _number(self, lane: Lane, life: Life, keys: Mapping[bytes, float]) -> Batch:
         """The next attempt: newest states, and the incarnations known at this moment."""
         life.attempts[lane.partition] += 1
-        known = self._table.known()
+        known = self._table.known() if keys else None
         return Batch(
             incarnation=life.incarnation,
             partition=lane.partition,

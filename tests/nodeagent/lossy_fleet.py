@@ -11,7 +11,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from directory.errors import DirectoryUnavailable, RegistrationRefused
@@ -105,7 +105,7 @@ class Weather:
 
 
 CALM = Weather()
-ROUGH = Weather(0.08, 0.08, 0.04, 0.04, late_max_s=CALL_S, spares_table=True)
+ROUGH = Weather(0.08, 0.08, 0.08, 0.12, late_max_s=CALL_S, spares_table=True)
 """Late by no more than a call's own bound, and the table can be read: without it, nobody is pruned."""
 STORM = Weather(0.12, 0.12, 0.08, 0.08, late_max_s=8.0)
 
@@ -126,10 +126,10 @@ class Wire:
         await asyncio.gather(*self._late, return_exceptions=True)
 
     async def place(self, batch: Batch) -> int:
-        return await self._call(batch.partition, lambda: self._server.directory.place(batch))
+        return await self._send(batch, self._server.directory.place)
 
     async def withdraw(self, batch: Batch) -> int:
-        return await self._call(batch.partition, lambda: self._server.directory.withdraw(batch))
+        return await self._send(batch, self._server.directory.withdraw)
 
     async def register(self, incarnation: bytes, registration: Registration, load: Load) -> None:
         await self._call(
@@ -144,6 +144,15 @@ class Wire:
 
     async def members(self) -> tuple[Member, ...]:
         return await self._call(REGISTRATIONS_PARTITION, self._server.directory.members, self.weather.spares_table)
+
+    async def _send(self, batch: Batch, write: Callable[[Batch], Awaitable[int]]) -> int:
+        """What arrives later than a call's bound prunes nobody here: its table is too old, which only walks repair."""
+        sent_at = now()
+
+        async def apply() -> int:
+            return await write(replace(batch, known=batch.known if now() - sent_at <= CALL_S else None))
+
+        return await self._call(batch.partition, apply)
 
     async def _call(self, partition: int, apply: Callable[[], Awaitable[Any]], is_spared: bool = False) -> Any:
         await self._awake.wait()

@@ -10,6 +10,7 @@ from directory.errors import DirectoryFull, DirectoryUnavailable
 from directory.interface import SETTLE_S, Batch
 from directory.members import HostRegistration, Load
 from directory.memory import MemoryDirectory
+from directory.placements import partition_of
 from nodeagent.inventory import Inventory
 from nodeagent.metrics import AgentMetrics
 from nodeagent.publisher import Publisher
@@ -39,18 +40,30 @@ class FaultyDirectory:
         self.behind = MemoryDirectory(time.clock)
         self.faults: list[str] = []
         self.is_down = False
+        self.is_mute = False
+        """Whether registrations are taken without an answer."""
         self.down: set[int] = set()
         """Partitions whose shard doesn't answer."""
         self.hanging: set[int] = set()
         """Partitions whose shard takes every call and never answers."""
+        self.delay_s = 0.0
         self.in_flight: list[Batch] = []
         self.most_in_flight = 0
-        self.tried: list[Batch] = []
+        self.collisions = 0
+        """Batches sent while another of the same partition and incarnation was under way."""
+        self.tried: list[tuple[float, Batch]] = []
+        self.lives_begun: list[bytes] = []
         self.late: list[Batch] = []
         self.sent: list[Batch] = []
 
     def flush(self) -> None:
         self.behind = MemoryDirectory(self._time.clock)
+
+    def empty(self, partition: int) -> None:
+        """The partition's shard has come back without what it held."""
+        behind = self.behind
+        behind._attempts = {place: each for place, each in behind._attempts.items() if place[0] != partition}
+        behind._records = {key: each for key, each in behind._records.items() if partition_of(key) != partition}
 
     async def deliver_late(self) -> None:
         late, self.late = self.late, []
@@ -64,11 +77,13 @@ class FaultyDirectory:
         return await self._write(batch, self.behind.withdraw)
 
     async def _write(self, batch, apply):
-        self.tried.append(batch)
+        self.tried.append((self._time.now, batch))
+        lanes = [(each.partition, each.incarnation) for each in self.in_flight]
+        self.collisions += (batch.partition, batch.incarnation) in lanes
         self.in_flight.append(batch)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         try:
-            await asyncio.sleep(0)
+            await (self._time.sleep(self.delay_s) if self.delay_s else asyncio.sleep(0))
             return await self._deliver(batch, apply)
         finally:
             self.in_flight.remove(batch)
@@ -95,9 +110,12 @@ class FaultyDirectory:
             self.late.append(batch)
         return held
 
-    async def register(self, *arguments):
+    async def register(self, incarnation, *arguments):
         await self._call()
-        return await self.behind.register(*arguments)
+        await self.behind.register(incarnation, *arguments)
+        self.lives_begun.append(incarnation)
+        if self.is_mute:
+            raise DirectoryUnavailable("no answer")
 
     async def renew(self, *arguments):
         await self._call()
@@ -143,8 +161,11 @@ class Stage:
             **({"chance": lambda: 0.0} | options),
         )
 
-    async def believed(self, number: int) -> int:
-        return await believed(self.directory.behind, key(number))
+    async def believed(self, which: int | bytes) -> int:
+        return await believed(self.directory.behind, key(which) if isinstance(which, int) else which)
+
+    async def all_believed(self, keys: list[bytes]) -> bool:
+        return all([await self.believed(each) == DRAM for each in keys])
 
     async def record_of(self, key: bytes) -> bytes:
         return (await self.directory.lookup([key], 1.0)).records[0] or b""
@@ -153,7 +174,10 @@ class Stage:
         return sum(member.is_live for member in await self.directory.behind.members())
 
     def walks(self, reason: str) -> float:
-        return self.metrics.registry.get_sample_value("warmroute_walks_total", {"reason": reason}) or 0.0
+        return self.sample("warmroute_walks_total", reason=reason)
+
+    def sample(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 @asynccontextmanager
