@@ -81,7 +81,8 @@ class DirectoryReader(Protocol):
     async def lookup(self, keys: Sequence[bytes], deadline_s: float) -> Lookup:
         """The holders of each directory key, in one round trip where possible; may be stale.
 
-        Raises `DirectoryUnavailable` when nothing arrived within `deadline_s`; callers then route without it.
+        Raises `DirectoryUnavailable` when nothing arrived within `deadline_s`; callers then route without it. Where
+        the keys' partitions are only a part of the servers it is `PartitionUnavailable`: others may well answer.
         """
         ...
 

@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 from redis.exceptions import AskError, MovedError, RedisError, ResponseError, TryAgainError
 
 from directory.errors import DirectoryError, DirectoryUnavailable
-from directory.redis_errors import MISPLACED, UNREACHED
+from directory.redis_errors import MISPLACED, UNREACHED, map_redis_errors
 from directory.redis_node import ASKING, Command, RedisNode
 from directory.redis_topology import PARTITION_SLOTS, TOPOLOGIES, Owners, Topology
 from directory.server_url import Address, ServerUrl
 
 SEARCH_INTERVAL_MIN_S, SEARCH_INTERVAL_MAX_S = 0.1, 2.0
 """How far apart searches for where the partitions are must be, however many calls fail: further each time in vain."""
+
+PROBE_INTERVAL_S = 0.1
+"""How long after a silent server was asked in vain it is asked again, where somebody wants it."""
 
 HOPS_MAX = 3
 """Times that a read is sent on: to where its slot has moved, key by key while the slot moves, and to its new home."""
@@ -215,6 +218,8 @@ class Connections:
     async def _probe(self, node: RedisNode) -> None:
         try:
             await node.probe()
+        except (*UNREACHED, ResponseError):
+            await asyncio.sleep(PROBE_INTERVAL_S)
         finally:
             self._probing.discard(node.address)
 
@@ -243,7 +248,8 @@ class Connections:
 
     async def _run_search(self) -> None:
         try:
-            owners = await self._topology.find(self._node, self._spawn, set(filter(None, self._owners or ())))
+            with map_redis_errors():
+                owners = await self._topology.find(self._node, self._spawn, set(filter(None, self._owners or ())))
         except DirectoryError as error:
             _logger.debug("the partitions can't be found: %s", error)
             self._search_error = error
@@ -256,18 +262,22 @@ class Connections:
             )
             if has_changed:
                 self._adopt(owners)
+            self._close_unused()
         finally:
             self._searched_at = asyncio.get_running_loop().time()
             self._search = None
 
     def _adopt(self, owners: Owners) -> None:
-        """Ask these from now on. Idle clients of servers that hold nothing any more are closed."""
+        """Ask these from now on."""
         self._owners = owners
         groups: dict[Address | None, list[tuple[int, ...]]] = {}
         for group in self._topology.groups:
             groups.setdefault(owners[group[0]], []).append(group)
         self._shards = tuple(Shard(tuple(each)) for each in groups.values())
-        for address in set(self._nodes) - set(owners) - set(self._url.seeds):
+
+    def _close_unused(self) -> None:
+        """Close the clients of servers that hold nothing any more, when they are idle."""
+        for address in set(self._nodes) - set(self._owners or ()) - set(self._url.seeds):
             if self._nodes[address].is_idle:
                 self._spawn(self._nodes.pop(address).aclose())
 

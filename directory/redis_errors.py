@@ -25,7 +25,7 @@ MISPLACED = (ReadOnlyError, MasterDownError, ClusterDownError)
 """Answers of a server that isn't, or isn't yet, the one to ask."""
 
 _TRANSIENT = (*MISPLACED, TryAgainError)
-_TRANSIENT_PREFIXES = ("BUSY ", "NOREPLICAS ", "UNBLOCKED ")
+_TRANSIENT_PREFIXES = ("BUSY ", "NOREPLICAS ")
 """Answers of a server that is failing over, or at work on something long: redis-py has no class for these."""
 
 

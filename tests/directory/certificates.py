@@ -1,4 +1,4 @@
-"""Certificates for servers and clients on this machine, made when a test needs them."""
+"""Certificates for servers and clients on this machine, made when they are needed."""
 
 import datetime
 import ipaddress

@@ -8,11 +8,13 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from directory import redis_topology
 from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.redis_connections import HOPS_MAX
 from directory.redis_directory import RedisDirectory
 from directory.redis_topology import PARTITION_SLOTS
 from tests.directory.fleet_samples import batch, holders, incarnation, key
+from tests.directory.stands import until
 
 A, K1, DEADLINE_S = incarnation(1), key(1), 5.0
 SLOT = PARTITION_SLOTS[0]
@@ -21,10 +23,12 @@ RECORD = A + b"\x04"
 
 
 class FakeNode:
-    """Says that it has every slot, under `called`, and answers MGET and FCALL with what it is told to."""
+    """Says that `names` share the slots, at first it alone, under `called`; answers MGET and FCALL as it is told to."""
 
     def __init__(self, called: bytes = b"") -> None:
         self.called = called
+        self.names: list[FakeNode] = [self]
+        self.hangs = False
         self.answers: dict[bytes, bytes] = {}
         self.asked: Counter[bytes] = Counter()
         self.port = 0
@@ -46,13 +50,20 @@ class FakeNode:
         while data := await reader.read(READ_BYTES_MAX):
             for name in re.findall(rb"\*\d+\r\n\$\d+\r\n([A-Z_]+)\r\n", data):
                 self.asked[name] += 1
-                writer.write(self._slots() if name == b"CLUSTER" else self.answers.get(name, b"+OK\r\n"))
+                if not self.hangs:
+                    writer.write(self._slots() if name == b"CLUSTER" else self.answers.get(name, b"+OK\r\n"))
         self._writers.discard(writer)
         writer.close()
 
     def _slots(self) -> bytes:
         host = b"$%d\r\n%s\r\n" % (len(self.called), self.called)
-        return b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n%s:%d\r\n$2\r\nid\r\n" % (host, self.port)
+        share = 16384 // len(self.names)
+        ranges = [
+            b"*3\r\n:%d\r\n:%d\r\n*3\r\n%s:%d\r\n$2\r\nid\r\n"
+            % (first * share, (first + 1) * share - 1, host, node.port)
+            for first, node in enumerate(self.names)
+        ]
+        return b"*%d\r\n%s" % (len(ranges), b"".join(ranges))
 
 
 Started = Callable[..., Awaitable[tuple[RedisDirectory, FakeNode]]]
@@ -121,5 +132,29 @@ async def test_a_slot_that_has_moved_is_asked_for_at_its_new_place(started: Star
 async def test_a_server_whose_name_cannot_be_one_is_not_guessed_at(started: Started, name: bytes) -> None:
     directory, _ = await started(called=name)
     for call in (directory.lookup([K1], DEADLINE_S), directory.members(), directory.place(batch(A, 0, {K1: 1}))):
-        with pytest.raises(DirectoryError, match="can't be reached"):
+        with pytest.raises(DirectoryError, match="name one that can't be reached"):
             await call
+
+
+async def test_a_silent_server_is_heard_again_though_no_search_asks_it(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, node = await started()
+    _, silent = await started()
+    node.names = [node, silent]
+    one_value = b"*1\r\n$9\r\n%s\r\n" % RECORD
+    node.answers, silent.answers, silent.hangs = {b"MGET": one_value}, {b"MGET": one_value}, True
+    of_both = [key(1, partition=0), key(1, partition=15)]
+    monkeypatch.setattr(redis_topology, "_shuffled", lambda known: [each for each in known if each.port == node.port])
+
+    async def is_given_up() -> bool:
+        with pytest.raises(DirectoryUnavailable) as refusal:
+            await directory.lookup(of_both[1:], DEADLINE_S)
+        return "fallen silent" in str(refusal.value)
+
+    async def is_heard() -> bool:
+        return not (await directory.lookup(of_both, DEADLINE_S)).is_partial
+
+    await until(is_given_up)
+    silent.hangs = False
+    await until(is_heard)
