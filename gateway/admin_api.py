@@ -59,6 +59,7 @@ def create_admin_api(
             "directory": fleet.directory_state,
             "directory_age_seconds": None if age_s is None else round(age_s, 1),
             "lookups": lookup.state,
+            "lookup_pauses": lookup.pauses,
             "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
             "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in sorted(table.engines.items())],
         }

@@ -65,10 +65,11 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             on_change=lambda table: encoders.want(_wanted(table)),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
+            on_unread=metrics.directory_errors.labels("members").inc,
         )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
-        lookup, prefetcher = ChunkLookup(directory, clock), Prefetcher(control)
+        lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit = config.limits.body_bytes_max

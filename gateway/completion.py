@@ -127,7 +127,7 @@ class Completion:
             return
         raise self._unserved(request.model, failure)
 
-    def _serving(self, model: str) -> list[EngineView]:
+    def _serving(self, model: str) -> Sequence[EngineView]:
         views = self._fleet.table.serving(model) or self._fleet.table.doubtful(model)
         if not views and model not in self._fleet.models_seen:
             raise ModelNotFound(f"the model {quoted(model)} is not served here", "model")
@@ -135,12 +135,12 @@ class Completion:
             raise NoEngineAvailable(f"no engine that serves {quoted(model)} is ready")
         return views
 
-    def _untried(self, model: str, views: list[EngineView], tried: set[str]) -> list[EngineView]:
+    def _untried(self, model: str, views: Sequence[EngineView], tried: set[str]) -> list[EngineView]:
         """Who is left to try: ready engines; then those in doubt; or, if none is ready any more, those that were when
         the request came: one of them may be well.
         """
         ready, doubtful = self._fleet.table.serving(model), self._fleet.table.doubtful(model)
-        for group in (ready, doubtful, [] if ready else views):
+        for group in (ready, doubtful, () if ready else views):
             if left := [view for view in group if view.engine not in tried]:
                 return left
         return []
@@ -165,7 +165,8 @@ class Completion:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
             return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
         with self._stage("keys"):
-            chains = chain_chunks(views, encoding.tokens, Scope(salt=request.cache_salt))
+            groups = self._lookup.grouped(request.model, views)
+            chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
         with self._stage("lookup"):
             holders = await self._find_holders(chains, views, encoding.prompt_tokens)
         if holders.degraded:
@@ -194,7 +195,7 @@ class Completion:
         started_at = self._clock()
         holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
         self._metrics.lookup.observe(self._clock() - started_at)
-        if not holders.is_known:
+        if holders.degraded in ("directory_unavailable", "gateway_late"):
             self._metrics.directory_errors.labels("lookup").inc()
         return holders
 

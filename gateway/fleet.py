@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
 from directory.interface import DirectoryReader
-from directory.members import POLL_INTERVAL_S, TERM_S, EngineRegistration, HostRegistration, Member
+from directory.members import POLL_INTERVAL_S, EngineRegistration, HostRegistration, Member
 from directory.placements import Reach
+from gateway.belief import Belief
 from gateway.config import EngineConfig
 from gateway.health import HealthCheck, Target
 
@@ -67,14 +68,20 @@ class FleetTable:
 
     engines: Mapping[str, EngineView]
     hosts: Mapping[str, Member]
+    _serving: dict[str, tuple[EngineView, ...]] = field(default_factory=dict, repr=False, compare=False)
 
-    def serving(self, model: str) -> list[EngineView]:
-        """The ready engines that serve `model`."""
-        return [view for view in self.engines.values() if view.is_ready and model in view.models]
+    def serving(self, model: str) -> tuple[EngineView, ...]:
+        """The ready engines that serve `model`: one and the same tuple as long as the table lives."""
+        views = self._serving.get(model)
+        if views is None:
+            views = tuple(view for view in self.engines.values() if view.is_ready and model in view.models)
+            if views:  # names that clients make up aren't kept
+                self._serving[model] = views
+        return views
 
-    def doubtful(self, model: str) -> list[EngineView]:
+    def doubtful(self, model: str) -> tuple[EngineView, ...]:
         """Engines that dropped a connection and weren't checked since: for want of a ready one they are tried."""
-        return [view for view in self.engines.values() if view.state == FAILING and model in view.models]
+        return tuple(view for view in self.engines.values() if view.state == FAILING and model in view.models)
 
     def models(self) -> dict[str, EngineView]:
         """Every model served by a ready engine, with one such engine."""
@@ -84,8 +91,9 @@ class FleetTable:
 class Fleet:
     """Polls the directory's table and checks engines' health, until cancelled.
 
-    `table` may be stale by a poll. When the table can't be read, or more than half of it lapses at once, what was
-    believed stays believed for one more term, and `directory_state` says so.
+    `table` may be stale by a poll, but nobody in it is believed beyond the end of its own term, however late the next
+    poll is. When the table can't be read, or more than half of it lapses at once, what was believed stays believed for
+    one more term, and `directory_state` says so (`Belief` has the rules).
     """
 
     def __init__(
@@ -97,23 +105,31 @@ class Fleet:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         static: Sequence[EngineConfig] = (),
         on_name_taken: Callable[[], None] = lambda: None,
+        on_unread: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
-        self._on_name_taken = on_name_taken
+        self._on_name_taken, self._on_unread = on_name_taken, on_unread
         self._taken: set[tuple[str, str]] = set()
         self._watchers: dict[str, set[Callable[[], None]]] = {}
         self._static = {each.engine: _static_view(each) for each in static}
-        self.table = FleetTable(dict(self._static), {})
+        self._table = FleetTable(dict(self._static), {})
         self.directory_state = "not read yet"
         self.models_seen: set[str] = set()
-        self._believed: frozenset[bytes] = frozenset()
-        self._believed_until = float("-inf")
+        self._belief = Belief()
+        self._belief_changes_at = float("inf")
         self._read_at: float | None = None
+
+    @property
+    def table(self) -> FleetTable:
+        """The fleet as of now."""
+        if self._clock() >= self._belief_changes_at:
+            self._believe_less()
+        return self._table
 
     def is_directory_known(self) -> bool:
         """Whether placements may be believed at all."""
-        return self._clock() < self._believed_until
+        return self._belief.is_known(self._clock())
 
     def table_age_s(self) -> float | None:
         """Seconds since the poll that the table comes from was sent; `None` before the first."""
@@ -152,25 +168,25 @@ class Fleet:
         except DirectoryError as error:
             if not self.directory_state.startswith("unavailable"):
                 logger.warning("the directory's table can't be read, keeping the last: %s", error)
-            self.directory_state = f"unavailable: {error}"
+            self._miss(f"unavailable: {error}")
             return
         self._read_at = sent_at
-        self._believe(members, sent_at)
-        incumbents = {engine: view.url for engine, view in self.table.engines.items()}
-        incumbents |= {host: _place(member) for host, member in self.table.hosts.items()}
+        self._believe(members)
+        incumbents = {engine: view.url for engine, view in self._table.engines.items()}
+        incumbents |= {host: _place(member) for host, member in self._table.hosts.items()}
         hosts = self._chosen(_hosts(members), incumbents)
-        engines = {name: self.table.engines.get(name, view) for name, view in self._static.items()}
+        engines = {name: self._table.engines.get(name, view) for name, view in self._static.items()}
         engines |= {view.engine: view for view in self._views(members, hosts, incumbents)}
-        for engine, view in self.table.engines.items():
+        for engine, view in self._table.engines.items():
             if engine not in engines and view.state in ("ready", "starting"):
                 engines[engine] = replace(view, reach=_nothing(engine))  # forgotten by the directory, yet alive
         self._publish(engines, hosts)
 
     async def check_health(self) -> None:
         """Check every engine once and note who may serve."""
-        asked = {view.engine: view.url for view in self.table.engines.values()}
-        found = await self._health.check([self._target(view) for view in self.table.engines.values()])
-        engines = dict(self.table.engines)
+        asked = {view.engine: view.url for view in self._table.engines.values()}
+        found = await self._health.check([self._target(view) for view in self._table.engines.values()])
+        engines = dict(self._table.engines)
         for engine, health in found.items():
             view = engines.get(engine)
             if view is not None and view.url == asked[engine]:
@@ -178,7 +194,7 @@ class Fleet:
                     logger.info("engine %s at %s: %s", engine, view.url, health.state)
                 models = view.models if view.registration else health.models or view.models
                 engines[engine] = replace(view, state=health.state, models=models)
-        self._publish(engines, self.table.hosts)
+        self._publish(engines, self._table.hosts)
 
     def _target(self, view: EngineView) -> Target:
         static = self._static.get(view.engine)
@@ -190,7 +206,7 @@ class Fleet:
                 await self.refresh()
             except Exception:  # the edge of the loop: one strange row must not end the gateway
                 logger.exception("reading the directory's table met a fault, keeping the last")
-                self.directory_state = "unavailable: it met a fault of the gateway's own"
+                self._miss("unavailable: it met a fault of the gateway's own")
             await self._sleep(POLL_INTERVAL_S)
 
     async def _check_for_ever(self) -> None:
@@ -201,34 +217,49 @@ class Fleet:
                 logger.exception("checking the engines' health met a fault")
             await self._sleep(self._health.interval_s)
 
-    def _believe(self, members: Sequence[Member], sent_at: float) -> None:
-        """Whose placements count. Half of the fleet lapsing in one poll is more likely the directory's fault."""
-        live = frozenset(member.incarnation for member in members if member.is_live)
-        lapsed = {member.incarnation for member in members if not member.retired} & (self._believed - live)
-        if len(lapsed) * 2 > len(self._believed):
-            if self.directory_state != "many lapsed":
-                self.directory_state = "many lapsed"
-                self._believed_until = sent_at + TERM_S
-                logger.warning("%d of %d registrations lapsed at once, believed for one more term",
-                               len(lapsed), len(self._believed))  # fmt: skip
-            if self._clock() < self._believed_until:
-                self._believed = live | self._believed & {member.incarnation for member in members}
-                return
-        self.directory_state = "ok"
-        self._believed, self._believed_until = live, sent_at + TERM_S
+    def _miss(self, state: str) -> None:
+        self.directory_state = state
+        self._on_unread()
+        self._belief.miss(self._clock())
+        self._believe_less()
+
+    def _believe(self, members: Sequence[Member]) -> None:
+        now = self._clock()
+        self._belief.read(members, now)
+        excused = self._belief.excused(now)
+        if excused and self.directory_state != "many lapsed":
+            logger.warning("%d registrations lapsed at once, they are believed for one more term", excused)
+        self.directory_state = "many lapsed" if excused else "ok"
+
+    def _believe_less(self) -> None:
+        """Drop lives whose time is over from what engines reach. Between tables belief only shrinks."""
+        now = self._clock()
+        lives = self._belief.lives(now)
+        self._belief_changes_at = self._belief.changes_at(now)
+        engines = {}
+        for engine, view in self._table.engines.items():
+            reach = view.reach
+            if not (reach.own <= lives and reach.host <= lives):
+                engines[engine] = replace(view, reach=Reach(engine, reach.own & lives, reach.host & lives))
+        if engines:
+            self._publish({**self._table.engines, **engines}, self._table.hosts)
 
     def _views(
         self, members: Sequence[Member], hosts: Mapping[str, Member], incumbents: Mapping[str, str]
     ) -> list[EngineView]:
         engines = [member for member in members if isinstance(member.registration, EngineRegistration)]
+        now = self._clock()
+        believed = self._belief.lives(now)
+        self._belief_changes_at = self._belief.changes_at(now)
+        engine_lives, host_lives = _lives_by_place(engines), _lives_by_place(_hosts(members))
         views = []
         for name, member in self._chosen(engines, incumbents).items():
             registration = member.registration
             assert isinstance(registration, EngineRegistration)
             host = hosts.get(registration.host)
-            own = {each.incarnation for each in engines if _is_same_place(each, member)}
-            host_lives = {each.incarnation for each in _hosts(members) if host and _is_same_place(each, host)}
-            before = self.table.engines.get(name)
+            own = engine_lives[name, _place(member)]
+            of_host = host_lives[_name(host), _place(host)] if host else frozenset()
+            before = self._table.engines.get(name)
             is_same = before is not None and before.url == registration.url
             views.append(
                 EngineView(
@@ -237,7 +268,7 @@ class Fleet:
                     registration.models,
                     registration,
                     host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
-                    Reach(name, frozenset(own) & self._believed, frozenset(host_lives) & self._believed),
+                    Reach(name, own & believed, of_host & believed),
                     member.load.rates,
                     before.state if before is not None and is_same else "starting",
                 )
@@ -271,7 +302,7 @@ class Fleet:
         return member.is_live, not member.retired, is_incumbent, member.remaining_s
 
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
-        before, self.table = self.table, FleetTable(dict(engines), dict(hosts))
+        before, self._table = self._table, FleetTable(dict(engines), dict(hosts))
         for engine in list(self._watchers):
             was = before.engines[engine].state if engine in before.engines else ""
             now = engines[engine].state if engine in engines else ""
@@ -280,7 +311,7 @@ class Fleet:
                     tell()
         for view in engines.values():
             self.models_seen.update(view.models)
-        self._on_change(self.table)
+        self._on_change(self._table)
 
 
 def _static_view(engine: EngineConfig) -> EngineView:
@@ -300,6 +331,14 @@ def _name(member: Member) -> str:
 def _place(member: Member) -> str:
     registration = member.registration
     return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+
+
+def _lives_by_place(members: Sequence[Member]) -> dict[tuple[str, str], frozenset[bytes]]:
+    """The lives at each (name, place), in one pass: fleets have a thousand hosts."""
+    lives: dict[tuple[str, str], set[bytes]] = {}
+    for member in members:
+        lives.setdefault((_name(member), _place(member)), set()).add(member.incarnation)
+    return {place: frozenset(found) for place, found in lives.items()}
 
 
 def _is_same_place(one: Member, other: Member) -> bool:

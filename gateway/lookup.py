@@ -6,22 +6,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from directory.chunks import usable_chunks
-from directory.errors import DirectoryError, IdentityRefused
+from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefused
 from directory.identity import Scope
-from directory.interface import DirectoryReader
+from directory.interface import DirectoryReader, Lookup
 from directory.members import EngineRegistration
-from directory.placements import PrefixMatch, matched_prefixes
+from directory.placements import PrefixMatch, ReachTable
 from directory.schemes import key_scheme
 from gateway.fleet import EngineView
+from gateway.lookup_breaker import LookupBreaker, SentLookup
 
 logger = logging.getLogger(__name__)
 
 CHAINS_MAX = 4
 """Distinct (identity, scheme, chunk size) chains computed for one request."""
-FAILURES_MAX = 3
-PAUSE_S = 1.0
-"""After `FAILURES_MAX` failed lookups in a row none is tried for this long: a dead directory costs no waiting."""
+GROUPINGS_MAX = 256
+"""Models whose engines' grouping is remembered."""
 DEADLINE_MIN_S, DEADLINE_MAX_S, DEADLINE_SHARE = 0.005, 0.05, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class NamingGroup:
+    """Engines that name chunks alike, and whom their incarnations serve."""
+
+    fleet_digest: bytes
+    key_scheme: str
+    chunk_tokens: int
+    page_tokens: int | None
+    engines: tuple[EngineView, ...]
+    reaches: ReachTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +41,14 @@ class ChunkChain:
     """The directory keys of a prompt's usable chunks for the engines that name them alike."""
 
     keys: tuple[bytes, ...]
-    engines: tuple[EngineView, ...]
+    group: NamingGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
     """What the directory said: each engine's match over its own keys (the chunks in its way of naming), and whether
-    it answered (`degraded` says what was missing).
+    it answered. `degraded` says what was missing: `directory_unavailable` (nothing came in time), `directory_paused`
+    (not asked), `gateway_late` (this process was too busy to see an answer in time), `partial_directory`.
     """
 
     matches: dict[str, PrefixMatch] = field(default_factory=dict)
@@ -44,22 +57,30 @@ class Holders:
     degraded: str | None = None
 
 
-def chain_chunks(views: Sequence[EngineView], tokens: bytes, scope: Scope) -> list[ChunkChain]:
-    """One chain per distinct way of naming among `views`, at most `CHAINS_MAX`; engines beyond have no match."""
+def group_by_naming(views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
+    """The distinct ways of naming among `views`, at most `CHAINS_MAX`; engines beyond have no match."""
     groups: dict[tuple[bytes, str, int, int | None], list[EngineView]] = {}
     for view in views:
         if view.registration is not None:
             groups.setdefault(_naming(view.registration), []).append(view)
+    return tuple(
+        NamingGroup(*naming, tuple(members), ReachTable([view.reach for view in members]))
+        for naming, members in list(groups.items())[:CHAINS_MAX]
+    )
+
+
+def chain_chunks(groups: Sequence[NamingGroup], tokens: bytes, scope: Scope) -> list[ChunkChain]:
+    """One chain for each way of naming."""
     chains = []
-    for (digest, scheme_name, chunk_tokens, page_tokens), members in list(groups.items())[:CHAINS_MAX]:
+    for group in groups:
         try:
-            scheme = key_scheme(scheme_name)
-            digests = scheme.digests(digest, scope, tokens, chunk_tokens, page_tokens)
+            scheme = key_scheme(group.key_scheme)
+            digests = scheme.digests(group.fleet_digest, scope, tokens, group.chunk_tokens, group.page_tokens)
         except IdentityRefused as error:
-            logger.warning("no keys for engines of the scheme %s: %s", scheme_name, error)
+            logger.warning("no keys for engines of the scheme %s: %s", group.key_scheme, error)
             continue
-        usable = digests[: usable_chunks(len(tokens) // 4, chunk_tokens)]
-        chains.append(ChunkChain(tuple(scheme.directory_keys(digest, scope, usable)), tuple(members)))
+        usable = digests[: usable_chunks(len(tokens) // 4, group.chunk_tokens)]
+        chains.append(ChunkChain(tuple(scheme.directory_keys(group.fleet_digest, scope, usable)), group))
     return chains
 
 
@@ -69,45 +90,94 @@ def lookup_deadline_s(expected_prefill_s: float) -> float:
 
 
 class ChunkLookup:
-    """Asks the directory, and leaves it alone for a while when it keeps failing. Never raises."""
+    """Asks the directory, and leaves it alone for a while when it keeps failing (`LookupBreaker`). Never raises."""
 
-    def __init__(self, directory: DirectoryReader, clock: Callable[[], float]) -> None:
-        self._directory, self._clock = directory, clock
-        self._failures = 0
+    def __init__(
+        self, directory: DirectoryReader, clock: Callable[[], float], on_pause: Callable[[], None] = lambda: None
+    ) -> None:
+        self._directory, self._clock, self._on_pause = directory, clock, on_pause
+        self._breaker = LookupBreaker()
         self._has_answered = False
-        self._paused_until = float("-inf")
+        self._groupings: dict[str, tuple[Sequence[EngineView], tuple[NamingGroup, ...]]] = {}
 
     @property
     def state(self) -> str:
         """In plain words, for `/fleet`: `ok`, `none yet`, or how many lookups in a row had no answer in time."""
-        if not self._failures:
+        if not self._breaker.failures:
             return "ok" if self._has_answered else "none yet"
-        pause = ", none is tried for a moment" if self._clock() < self._paused_until else ""
-        return f"{self._failures} in a row had no answer in time{pause}"
+        now, pause = self._clock(), ""
+        if self._breaker.is_open(now):
+            pause = ", none is tried for a moment"
+        elif self._breaker.is_half_open(now):
+            pause = ", one is tried at a time"
+        return f"{self._breaker.failures} in a row had no answer in time{pause}"
+
+    @property
+    def pauses(self) -> int:
+        """How often lookups were paused since the start."""
+        return self._breaker.pauses
+
+    def grouped(self, model: str, views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
+        """`group_by_naming`, remembered as long as a model's views are the same object (`FleetTable.serving`)."""
+        seen, groups = self._groupings.get(model, (None, ()))
+        if seen is not views:
+            groups = group_by_naming(views)
+            if len(self._groupings) >= GROUPINGS_MAX:
+                self._groupings.clear()
+            self._groupings[model] = views, groups
+        return groups
 
     async def find(self, chains: Sequence[ChunkChain], deadline_s: float) -> Holders:
         """Every engine's matched prefix over its chain's keys."""
         asked = [chain for chain in chains if chain.keys]
         if not asked:
             return Holders()
-        if self._clock() < self._paused_until:
+        lookup = self._breaker.send(self._clock())
+        if lookup is None:
             return Holders(is_known=False, degraded="directory_paused")
         try:
-            answers = await asyncio.gather(*(self._directory.lookup(chain.keys, deadline_s) for chain in asked))
+            answers = await self._answers(asked, deadline_s)
+        except BaseException:
+            self._breaker.abandoned(lookup)
+            raise
+        if not any(isinstance(answer, Lookup) for answer in answers):
+            return self._failed(lookup, answers, deadline_s)
+        self._breaker.answered()
+        self._has_answered = True
+        return _join(asked, answers)
+
+    async def _answers(self, chains: Sequence[ChunkChain], deadline_s: float) -> list[Lookup | DirectoryError]:
+        """What each chain's lookup came to: one that fails doesn't lose the others' answers."""
+        if len(chains) == 1:
+            return [await self._ask(chains[0], deadline_s)]
+        return list(await asyncio.gather(*(self._ask(chain, deadline_s) for chain in chains)))
+
+    async def _ask(self, chain: ChunkChain, deadline_s: float) -> Lookup | DirectoryError:
+        try:
+            return await self._directory.lookup(chain.keys, deadline_s)
         except DirectoryError as error:
-            self._failures += 1
-            if self._failures >= FAILURES_MAX:
-                self._paused_until = self._clock() + PAUSE_S
             logger.debug("lookup failed: %s", error)
-            return Holders(is_known=False, degraded="directory_unavailable")
-        self._failures, self._has_answered = 0, True
-        matches: dict[str, PrefixMatch] = {}
-        for chain, found in zip(asked, answers, strict=True):
-            matches |= matched_prefixes(found.records, [view.reach for view in chain.engines])
-        keys = {view.engine: chain.keys for chain in asked for view in chain.engines}
-        return Holders(
-            matches, keys, degraded="partial_directory" if any(each.is_partial for each in answers) else None
-        )
+            return error
+
+    def _failed(self, lookup: SentLookup, answers: Sequence[Lookup | DirectoryError], deadline_s: float) -> Holders:
+        is_timeout = all(isinstance(answer, DirectoryUnavailable) for answer in answers)
+        before = self._breaker.pauses
+        is_excused = self._breaker.failed(lookup, self._clock(), deadline_s, is_timeout)
+        if self._breaker.pauses > before:
+            self._on_pause()
+        return Holders(is_known=False, degraded="gateway_late" if is_excused else "directory_unavailable")
+
+
+def _join(chains: Sequence[ChunkChain], answers: Sequence[Lookup | DirectoryError]) -> Holders:
+    matches: dict[str, PrefixMatch] = {}
+    keys: dict[str, tuple[bytes, ...]] = {}
+    is_partial = False
+    for chain, answer in zip(chains, answers, strict=True):
+        keys |= {view.engine: chain.keys for view in chain.group.engines}
+        if isinstance(answer, Lookup):
+            matches |= chain.group.reaches.match(answer.records)
+        is_partial = is_partial or not isinstance(answer, Lookup) or answer.is_partial
+    return Holders(matches, keys, degraded="partial_directory" if is_partial else None)
 
 
 def _naming(registration: EngineRegistration) -> tuple[bytes, str, int, int | None]:

@@ -69,6 +69,11 @@ class GatewayMetrics:
         self.directory_errors = Counter(
             "warmroute_directory_errors_total", "Directory calls that failed.", ["op"], registry=registry
         )
+        self.lookup_pauses = Counter(
+            "warmroute_directory_lookup_pauses_total",
+            "Times that lookups were paused because the directory kept giving no answer.",
+            registry=registry,
+        )
         self.retries = Counter(
             "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
         )

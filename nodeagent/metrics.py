@@ -65,6 +65,11 @@ class AgentMetrics:
         self.directory_errors = Counter(
             "warmroute_directory_errors", "Directory calls that failed", ["op"], registry=registry
         )
+        self.partitions_failing = Gauge(
+            "warmroute_partitions_failing",
+            "Partitions of the directory that didn't take the last batch, added up over the host and its engines",
+            registry=registry,
+        )
         self.hellos_refused = Counter(
             "warmroute_hellos_refused", "Engines that were not let in; the log says why", registry=registry
         )

@@ -1,54 +1,56 @@
 """Keeps the directory in step with an inventory: coalesces, numbers, sends, and walks when in doubt.
 
-`record` notes the newest state of a key and never waits. A loop of its own takes what is pending, at the pace of its
-own round trips: one batch in flight, removals before placements, live changes before a walk. A batch that failed has
+`record` notes the newest state of a key and never waits. Each partition has a lane (`lane.py`), whose loop takes what
+is pending at the pace of its own round trips: one batch in flight, removals before placements. A batch that failed has
 an unknown fate: its keys become pending again and go out with their newest states under the next number.
+A partition that has been quiet is sent an empty batch now and then, so that a loss is noticed without traffic, too.
 
 A walk repairs everything, because it begins a new life: (1) register B beside A; (2) wait `SETTLE_S`, in which changes
-still go out under A; (3) announce the whole inventory under B, most recently used first, each write removing A's entry
-from the same record, with changes and removals of the meantime under B as well; (4) retire A. Reasons to walk: the
-start, a partition that returned less than was acknowledged, a life that is unknown or lapsed for longer than a term,
-too much pending, and the calendar.
+still go out under A; (3) announce the whole inventory under B, each partition's most recently used first, each write
+removing A's entry from the same record, with changes and removals of the meantime under B as well and first; (4) retire
+A. While a partition doesn't answer, both live on, and the others are done. Reasons to walk: the start, a partition that
+returned less than was acknowledged, a life that is unknown or lapsed for longer than a term, removals that found no
+room, and the calendar. A doubt during a walk begins another life only after a pause that grows.
+
+Of a walk one batch is in flight per publisher, and then it rests (`rest_s`), because a fleet often walks at once.
 """
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+import random
+from collections.abc import Callable, Iterable, Mapping
 
 from directory.errors import DirectoryError, DirectoryFull
-from directory.interface import BATCH_PLACEMENTS_MAX, LOST, SETTLE_S, Batch, DirectoryWriter
+from directory.interface import SETTLE_S, Batch, DirectoryWriter
+from directory.members import RENEW_INTERVAL_S
 from directory.placements import PARTITIONS, partition_of
 from nodeagent.inventory import Inventory
+from nodeagent.lane import RETRY_MAX_S, RETRY_MIN_S, Lane, Life
 from nodeagent.metrics import AgentMetrics
+from nodeagent.pacing import LifeSpacing, rest_s
 from nodeagent.registration import Clock, FleetTable, Lives, Sleep
 
 PENDING_KEYS_MAX = 65_536
-RETRY_MIN_S = 0.05
-RETRY_MAX_S = 2.0
 FULL_PAUSE_S = 0.5
 STEP_S = 0.05
 WALK_INTERVAL_S = 3600.0
 WALK_KEYS_PER_S = 100.0
+WALK_SPREAD_S = 1.0
+"""Within which the walks of a fleet that lost its directory at one moment begin."""
+INTERVAL_SPREAD = 0.2
+"""By which share of the interval a walk by the calendar may be early: a fleet that began together drifts apart."""
+QUIET_S = (PARTITIONS - 1) * RENEW_INTERVAL_S
+"""After so long without an answer a partition is sent an empty batch; they take turns, one a renewal."""
+_OF_LIVES = ("unknown", "lapsed")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Life:
-    """A life's numbers: per partition, the last attempt made and the last one acknowledged."""
-
-    incarnation: bytes
-    attempts: list[int] = field(default_factory=lambda: [LOST] * PARTITIONS)
-    acknowledged: list[int] = field(default_factory=lambda: [LOST] * PARTITIONS)
 
 
 class Publisher:
     """Announces one inventory under one life at a time (two during a walk).
 
-    `clock` and `sleep` are the only time it knows. All methods belong to the event loop.
+    `clock` and `sleep` are the only time it knows, `chance` (a number from 0 to 1 each time) what sets a fleet's
+    publishers apart. All methods belong to the event loop.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Publisher:
         metrics: AgentMetrics,
         walk_interval_s: float = WALK_INTERVAL_S,
         pending_keys_max: int = PENDING_KEYS_MAX,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self.inventory = inventory
         self.lives = lives
@@ -72,33 +75,34 @@ class Publisher:
         self._sleep = sleep
         self._metrics = metrics
         self._walk_interval_s = walk_interval_s
-        self._pending_keys_max = pending_keys_max
-        self._removals: list[dict[bytes, float]] = [{} for _ in range(PARTITIONS)]
-        self._placements: list[dict[bytes, float]] = [{} for _ in range(PARTITIONS)]
-        self._in_flight: dict[bytes, float] = {}
-        self._queue: list[deque[bytes]] = [deque() for _ in range(PARTITIONS)]
-        self._turn = 0
-        self._life: _Life | None = None
-        self._rising: _Life | None = None
+        self._chance = chance
+        self._lanes = tuple(Lane(each, max(1, pending_keys_max // PARTITIONS)) for each in range(PARTITIONS))
+        self._walk_turn = 0
+        self._beat_turn = 0
+        self._life: Life | None = None
+        self._rising: Life | None = None
+        self._speaking: Life | None = None
+        self._replaces: bytes | None = None
         self._walk_reason: str | None = "start"
-        self._walked_at = clock()
+        self._walk_due_at = clock() + self._next_interval_s()
+        self._spacing = LifeSpacing()
         self._full_until = clock()
         self._is_full = False
-        self._wake = asyncio.Event()
+        self._doubted = asyncio.Event()
+        self._walkable = asyncio.Event()
         self._progress = asyncio.Event()
 
     @property
     def pending_keys(self) -> int:
-        """Keys whose newest state the directory hasn't acknowledged."""
-        return sum(map(len, self._removals)) + sum(map(len, self._placements)) + len(self._in_flight)
+        """Keys whose newest state the directory hasn't acknowledged, those aside that are announced anew anyway."""
+        return sum(lane.pending_keys for lane in self._lanes)
 
     @property
     def announced_keys(self) -> int:
         """Keys that the directory is believed to hold for this inventory."""
-        if self._life is None:
+        if self._speaking is None:
             return 0
-        waiting = sum(map(len, self._placements)) + sum(map(len, self._queue))
-        return max(0, len(self.inventory) - waiting)
+        return max(0, len(self.inventory) - sum(map(self._unsaid_keys, self._lanes)))
 
     def announced_in(self, tier: int) -> int:
         """Keys of one tier that the directory is believed to hold; what is still to be sent counts as of any tier."""
@@ -107,17 +111,18 @@ class Publisher:
     @property
     def is_settled(self) -> bool:
         """Whether a life is established, and nothing is pending, in flight, or in doubt."""
-        return self._life is not None and self._rising is None and self._walk_reason is None and not self.pending_keys
+        is_sure = self._life is not None and self._rising is None and self._walk_reason is None
+        return is_sure and not any(lane.pending_keys or lane.is_announcing for lane in self._lanes)
 
     @property
     def walk_interval_s(self) -> float:
-        """How often everything is announced anew; records expire after two of these."""
+        """How often everything is announced anew, at the latest; records expire after two of these."""
         return max(self._walk_interval_s, len(self.inventory) / WALK_KEYS_PER_S)
 
     def record(self, key: bytes, mask: int) -> None:
         """Note in which tiers `key` is now. Never waits; a state that isn't new only counts as a use."""
         if self.inventory.set(key, mask):
-            self._make_pending(key, self._clock())
+            self._make_pending(self._lanes[partition_of(key)], key, self._clock())
 
     def record_in(self, tier: int, key: bytes, mask: int) -> None:
         """Note whether `key` is in one tier (`mask` is the tier's bit, or 0); what is known of others stays."""
@@ -133,213 +138,286 @@ class Publisher:
     def doubt(self, reason: str) -> None:
         """Announce everything anew, as soon as possible."""
         self._walk_reason = self._walk_reason or reason
-        self._wake.set()
+        self._doubted.set()
 
     async def settled(self, keys: Iterable[bytes]) -> None:
         """Wait until nothing about `keys` is pending. The caller bounds the wait."""
         waiting = list(keys)
-        while waiting := [key for key in waiting if self._is_pending(key)]:
+        while waiting := [key for key in waiting if self._lanes[partition_of(key)].is_pending(key)]:
             await self._progress.wait()
 
     async def run(self) -> None:
         """Publish and renew until cancelled. The directory's failures are counted, and tried again."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._publish())
-            group.create_task(self.lives.run(self._doubt_life, self._walk_by_the_calendar))
+            for lane in self._lanes:
+                group.create_task(self._serve(lane))
+            group.create_task(self._announce())
+            group.create_task(self._keep_true())
+            group.create_task(self.lives.run(self._doubt_life, self._each_second))
 
     async def stop(self) -> None:
         """Retire every life; call it once `run` has ended."""
         for incarnation in self.lives.incarnations:
             await self.lives.end(incarnation)
-        self._life = self._rising = None
+        self._life = self._rising = self._speaking = None
+        for lane in self._lanes:
+            self._note_answer(lane)
 
-    async def _publish(self) -> None:
-        pause_s = RETRY_MIN_S
+    # What changes: a loop for each lane.
+
+    async def _serve(self, lane: Lane) -> None:
         while True:
             try:
-                if self._walk_reason is not None:
-                    await self._walk()
-                elif not await self._send_pending(self._life, None):
-                    await self._wake.wait()
-                    self._wake.clear()
-                pause_s = RETRY_MIN_S
+                while (left_s := lane.retry_at - self._clock()) > 0:
+                    await self._sleep(left_s)
+                lane.wake.clear()
+                async with lane.lock:
+                    is_busy = await self._send_next(lane)
+                if not is_busy:
+                    await lane.wake.wait()
             except DirectoryError as error:
-                logger.debug("announcing failed, trying again: %s", error)
-                await self._sleep(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MAX_S)
+                logger.debug("partition %d: announcing failed, trying again: %s", lane.partition, error)
             except Exception:  # the edge of the loop: whatever it was, a new life repairs it
                 logger.exception("announcing met a fault; everything is announced anew")
                 self.doubt("fault")
                 await self._sleep(RETRY_MAX_S)
 
-    async def _walk(self) -> None:
-        """Begin a new life and leave the old one behind. What fails half way begins again with another life."""
-        reason, self._walk_reason = self._walk_reason or "start", None
-        self._walked_at = self._clock()
-        old = self._life
-        try:
-            new = self._rising = _Life(await self.lives.begin())
-            await self._settle(old)
-            await self._announce_all(new, old)
-        except Exception:
-            self._walk_reason = self._walk_reason or reason
-            await self._abandon()
-            raise
-        self._life, self._rising = new, None
-        self._metrics.walks.labels(reason).inc()
-        if old is not None:
-            await self.lives.end(old.incarnation)
-
-    async def _abandon(self) -> None:
-        rising, self._rising = self._rising, None
-        for queue in self._queue:
-            queue.clear()
-        if rising is not None:
-            await self.lives.end(rising.incarnation)
-
-    async def _settle(self, old: _Life | None) -> None:
-        """Let every writer hear of the new life before it places anything."""
-        until = self._clock() + SETTLE_S
-        while (left_s := until - self._clock()) > 0:
-            try:
-                if old is not None and await self._send_pending(old, None):
-                    continue
-            except DirectoryError as error:
-                logger.debug("announcing failed, trying again: %s", error)
-            await self._sleep(min(STEP_S, left_s))
-
-    async def _announce_all(self, new: _Life, old: _Life | None) -> None:
-        if self._walk_reason == "overflow":
-            self._walk_reason = None  # what overflowed is in the inventory that is announced now
-        for key in self.inventory.newest_first():
-            self._queue[partition_of(key)].append(key)
-        replaces = old.incarnation if old is not None else None
-        pause_s = RETRY_MIN_S
-        while self._walk_reason is None:
-            try:
-                if not await self._send_pending(new, replaces) and not await self._send_queued(new, replaces):
-                    return
-                pause_s = RETRY_MIN_S
-            except DirectoryError as error:
-                logger.debug("a walk's batch failed, trying again: %s", error)
-                await self._sleep(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MAX_S)
-        raise DirectoryError(f"the walk begins again: {self._walk_reason}")
-
-    async def _send_pending(self, life: _Life | None, replaces: bytes | None) -> bool:
-        """Send one batch of changes, removals first. Returns whether there is, or may soon be, more to do."""
-        if life is None:
+    async def _send_next(self, lane: Lane) -> bool:
+        """Send one batch, the most urgent. Returns whether there is, or may soon be, more to do."""
+        if self._speaking is None:
             return False
-        partition = self._next_partition(self._removals)
-        if partition is not None:
-            await self._send(life, partition, self._take(self._removals[partition]), replaces)
-            return True
-        partition = self._next_partition(self._placements)
-        if partition is None:
-            return False
-        if self._clock() < self._full_until:
+        if lane.fenced is not None:
+            await self._send(lane, lane.fenced, {})
+            lane.fenced = None
+        elif lane.removals:
+            await self._send(lane, self._speaking, lane.take_removals())
+        elif lane.placements and self._clock() < self._full_until:
             await self._sleep(STEP_S)
-            return True
-        await self._send(life, partition, self._take(self._placements[partition]), replaces)
-        return True
-
-    async def _send_queued(self, life: _Life, replaces: bytes | None) -> bool:
-        """Send one batch of the walk; keys that are gone by now have been, or will be, sent as removals."""
-        partition = self._next_partition(self._queue)
-        if partition is None:
+        elif lane.placements:
+            await self._send(lane, self._speaking, lane.take_placements())
+        elif lane.is_behind:
+            self._announce_in(lane)
+        elif lane.walk and lane.failures:
+            await self._send_walk(lane)  # a lane that failed last doesn't hold the walk up
+        elif lane.owes_heartbeat:
+            await self._send(lane, self._speaking, {})
+        else:
             return False
-        queue, now = self._queue[partition], self._clock()
-        keys = [queue.popleft() for _ in range(min(len(queue), BATCH_PLACEMENTS_MAX))]
-        held = {key: now for key in keys if self.inventory.mask(key)}
-        if held:
-            await self._send(life, partition, held, replaces, is_walk=True)
         return True
 
-    async def _send(
-        self, life: _Life, partition: int, keys: dict[bytes, float], replaces: bytes | None, is_walk: bool = False
-    ) -> None:
+    async def _send(self, lane: Lane, life: Life, keys: dict[bytes, float]) -> None:
         """Send the newest states of `keys`, which are pending again if it fails. Raises `DirectoryError`."""
-        life.attempts[partition] += 1
-        attempt = life.attempts[partition]
-        states = tuple((key, self.inventory.mask(key)) for key in keys)
-        batch = Batch(
-            incarnation=life.incarnation,
-            partition=partition,
-            attempt=attempt,
-            states=states,
-            ttl_s=2 * self.walk_interval_s,
-            known=self._known(life),
-            replaces=replaces,
-            acknowledged=life.acknowledged[partition],
-        )
-        self._in_flight = keys
-        is_removal = not any(mask for _, mask in states)
+        batch = self._number(lane, life, keys)
+        is_removal = not any(mask for _, mask in batch.states)
+        lane.in_flight, lane.owes_heartbeat = keys, False
+        if self._is_full and not is_removal:
+            self._full_until = self._clock() + FULL_PAUSE_S  # while this one tries, the others wait
         try:
             held = await (self._directory.withdraw(batch) if is_removal else self._directory.place(batch))
         except BaseException as error:
-            self._in_flight = {}
-            for key, since in keys.items():
-                self._make_pending(key, since)
-            if isinstance(error, DirectoryFull):
-                if not self._is_full:
-                    self._is_full = True
-                    self._metrics.degraded.labels("directory_full").inc()
-                    logger.warning(
-                        "the directory takes no more placements, trying again every %g s: %s", FULL_PAUSE_S, error
-                    )
-                self._full_until = self._clock() + FULL_PAUSE_S
-            if isinstance(error, DirectoryError):
-                self._metrics.directory_errors.labels("withdraw" if is_removal else "place").inc()
+            self._note_error(lane, error, is_removal)
+            lane.in_flight = {}
+            if lane.is_walking:
+                lane.walk.extendleft(reversed(keys))
+            else:
+                for key, since in keys.items():
+                    self._make_pending(lane, key, since)
+                lane.owes_heartbeat = not keys
             self._note_progress()
             raise
-        self._in_flight = {}
-        self._is_full = self._is_full and is_removal
-        if held < life.acknowledged[partition]:
-            self.doubt("lost_writes")
-        elif held >= attempt:
-            self.doubt("overtaken")
-        life.acknowledged[partition] = attempt
-        if not is_walk:
+        lane.in_flight = {}
+        self._note_answer(lane)
+        if not is_removal and self._is_full:
+            self._is_full, self._full_until = False, self._clock()
+        if life is self._speaking:  # what another one lost is said under this one
+            if held < life.acknowledged[lane.partition]:
+                self.doubt("lost_writes")
+            elif held >= batch.attempt:
+                self.doubt("overtaken")
+            if lane.has_forgotten:
+                self.doubt("overflow")  # not sooner: as long as a partition doesn't answer, nobody believes it
+        life.acknowledged[lane.partition] = batch.attempt
+        if keys and not lane.is_walking:
             self._metrics.announce_lag.observe(max(0.0, self._clock() - min(keys.values())))
         self._note_progress()
 
-    def _known(self, life: _Life) -> frozenset[bytes] | None:
-        known = self._table.known()
-        return None if known is None else known | {life.incarnation, *self.lives.incarnations}
+    def _number(self, lane: Lane, life: Life, keys: Mapping[bytes, float]) -> Batch:
+        """The next attempt: newest states, and the incarnations known at this moment."""
+        life.attempts[lane.partition] += 1
+        known = self._table.known() if keys else None
+        return Batch(
+            incarnation=life.incarnation,
+            partition=lane.partition,
+            attempt=life.attempts[lane.partition],
+            states=tuple((key, self.inventory.mask(key)) for key in keys),
+            ttl_s=2 * self.walk_interval_s,
+            known=None if known is None else known | {life.incarnation, *self.lives.incarnations},
+            replaces=self._replaces,
+            acknowledged=life.acknowledged[lane.partition],
+        )
 
-    def _make_pending(self, key: bytes, since: float) -> None:
-        partition = partition_of(key)
-        removals, placements = self._removals[partition], self._placements[partition]
-        since = min(since, removals.pop(key, since), placements.pop(key, since))
-        side = placements if self.inventory.mask(key) else removals
-        side[key] = since
-        if self.pending_keys > self._pending_keys_max:
-            for states in (*self._removals, *self._placements):
-                states.clear()
-            self.doubt("overflow")
-        self._wake.set()
+    def _make_pending(self, lane: Lane, key: bytes, since: float) -> None:
+        lane.note(key, since, bool(self.inventory.mask(key)))
 
-    def _is_pending(self, key: bytes) -> bool:
-        partition = partition_of(key)
-        return key in self._removals[partition] or key in self._placements[partition] or key in self._in_flight
+    def _note_error(self, lane: Lane, error: BaseException, is_removal: bool) -> None:
+        if isinstance(error, DirectoryError):
+            self._metrics.directory_errors.labels("withdraw" if is_removal else "place").inc()
+        if isinstance(error, DirectoryFull):
+            if not self._is_full:
+                self._is_full = True
+                self._metrics.degraded.labels("directory_full").inc()
+                logger.warning(
+                    "the directory takes no more placements, trying again every %g s: %s", FULL_PAUSE_S, error
+                )
+            self._full_until = self._clock() + FULL_PAUSE_S
+            self._note_answer(lane)
+        elif isinstance(error, DirectoryError):
+            if not lane.failures:
+                self._metrics.partitions_failing.inc()
+            lane.note_failure(self._clock(), self._chance())
 
-    def _next_partition(self, work: list[dict[bytes, float]] | list[deque[bytes]]) -> int | None:
-        """The next partition, in turn, that has work."""
-        for step in range(PARTITIONS):
-            partition = (self._turn + step) % PARTITIONS
-            if work[partition]:
-                self._turn = (partition + 1) % PARTITIONS
-                return partition
-        return None
-
-    @staticmethod
-    def _take(pending: dict[bytes, float]) -> dict[bytes, float]:
-        keys = list(islice(pending, BATCH_PLACEMENTS_MAX))
-        return {key: pending.pop(key) for key in keys}
+    def _note_answer(self, lane: Lane) -> None:
+        if lane.failures:
+            self._metrics.partitions_failing.dec()
+        lane.note_answer(self._clock())
 
     def _note_progress(self) -> None:
+        self._walkable.set()
         self._progress.set()
         self._progress = asyncio.Event()
+
+    # What is announced anew: one loop for all lanes.
+
+    async def _announce(self) -> None:
+        while True:
+            self._walkable.clear()
+            if any(lane.walk for lane in self._lanes) and self._clock() < self._full_until:
+                await self._sleep(STEP_S)
+                continue
+            lane = self._next_to_walk()
+            if lane is None:
+                await self._walkable.wait()
+                continue
+            began_at = self._clock()
+            try:
+                async with lane.lock:
+                    await self._send_walk(lane)
+            except DirectoryError as error:
+                logger.debug("partition %d: a walk's batch failed: %s", lane.partition, error)
+                lane.wake.set()
+            except Exception:  # the edge of the loop: whatever it was, a new life repairs it
+                logger.exception("announcing met a fault; everything is announced anew")
+                self.doubt("fault")
+                await self._sleep(RETRY_MAX_S)
+            await self._sleep(rest_s(self._clock() - began_at))
+
+    def _next_to_walk(self) -> Lane | None:
+        """The next lane, in turn, that is well and has nothing more urgent to say."""
+        for step in range(PARTITIONS):
+            lane = self._lanes[(self._walk_turn + step) % PARTITIONS]
+            if lane.walk and not (lane.has_changes or lane.failures or lane.lock.locked()):
+                self._walk_turn = (lane.partition + 1) % PARTITIONS
+                return lane
+        return None
+
+    async def _send_walk(self, lane: Lane) -> None:
+        """Send one batch of the walk; keys that are gone by now have been, or will be, sent as removals."""
+        keys = {key: since for key, since in lane.take_walk(self._clock()).items() if self.inventory.mask(key)}
+        if not keys or self._speaking is None:
+            return
+        lane.is_walking = True
+        try:
+            await self._send(lane, self._speaking, keys)
+        finally:
+            lane.is_walking = False
+
+    def _announce_in(self, lane: Lane) -> None:
+        lane.announce(self.inventory.newest_first(lane.partition))
+        self._walkable.set()
+
+    def _unsaid_keys(self, lane: Lane) -> int:
+        if lane.is_behind:
+            return self.inventory.keys_in(lane.partition)
+        return len(lane.placements) + len(lane.walk)
+
+    # Lives.
+
+    async def _keep_true(self) -> None:
+        pause_s = RETRY_MIN_S
+        while True:
+            try:
+                self._doubted.clear()
+                if self._walk_reason is None:
+                    await self._doubted.wait()
+                else:
+                    await self._walk(self._walk_reason)
+                    pause_s = RETRY_MIN_S
+            except DirectoryError as error:
+                logger.debug("a life can't be begun, trying again: %s", error)
+                await self._sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+            except Exception:  # the edge of the loop: another life is begun
+                logger.exception("beginning a life met a fault; trying again")
+                self.doubt("fault")
+                await self._sleep(RETRY_MAX_S)
+
+    async def _walk(self, reason: str) -> None:
+        """Begin a new life and leave the old one behind. Raises `DirectoryError` where it can't be begun."""
+        if self._life is not None:
+            spread_s = self._chance() * WALK_SPREAD_S
+            await self._sleep(max(self._spacing.next_at - self._clock(), spread_s))
+        old, rising = self._life, Life(await self.lives.begin())
+        self._rising, self._walk_reason = rising, None
+        self._spacing.note_begun(self._clock())
+        self._walk_due_at = self._clock() + self._next_interval_s()
+        await self._sleep(SETTLE_S)  # others hear of it
+        if self._walk_reason not in _OF_LIVES:
+            self._walk_reason = None  # whatever else it is, announcing everything is the answer
+            self._speak_as(rising, old)
+            for lane in self._lanes:
+                lane.has_forgotten = False
+                self._announce_in(lane)
+            if await self._is_announced():
+                self._metrics.walks.labels(reason).inc()
+                await self._leave(old, rising)
+                return
+        await self._leave_unfinished(old, rising)
+
+    async def _is_announced(self) -> bool:
+        """Wait until everything is announced; `False` where another life is due before that."""
+        while any(lane.is_announcing for lane in self._lanes):
+            if self._walk_reason is not None and self._clock() >= self._spacing.next_at:
+                return False
+            await self._sleep(STEP_S)
+        return True
+
+    async def _leave_unfinished(self, old: Life | None, rising: Life) -> None:
+        """Go on under the life that has said more, until another one has said everything."""
+        unsaid = sum(map(self._unsaid_keys, self._lanes))
+        if old is None or (self._speaking is rising and 2 * unsaid <= len(self.inventory)):
+            self._speak_as(rising, old)
+            await self._leave(old, rising)
+            return
+        self._speak_as(old, rising)
+        await self._leave(rising, old)
+
+    async def _leave(self, left: Life | None, kept: Life) -> None:
+        self._life, self._rising = kept, None
+        if left is not None:
+            await self.lives.end(left.incarnation)
+
+    def _speak_as(self, life: Life, replaced: Life | None) -> None:
+        """Say everything from now on under `life`.
+
+        An earlier life's batch of unknown fate may still arrive. It could bring back what is taken back meanwhile, and
+        knows nothing of this life: so it is overtaken by an empty one before anything else is said there.
+        """
+        before, self._speaking = self._speaking, life
+        self._replaces = replaced.incarnation if replaced is not None else None
+        for lane in self._lanes:
+            if before is not None and before is not life and before.is_fate_unknown(lane.partition):
+                lane.fenced = lane.fenced or before
+            lane.wake.set()
 
     def _doubt_life(self, incarnation: bytes, reason: str) -> None:
         """A life is in doubt; the one that a walk leaves behind anyway is no reason for another walk."""
@@ -347,6 +425,22 @@ class Publisher:
         if newest is not None and incarnation == newest.incarnation:
             self.doubt(reason)
 
-    def _walk_by_the_calendar(self) -> None:
-        if self._rising is None and self._clock() - self._walked_at > self.walk_interval_s:
+    def _each_second(self) -> None:
+        if self._rising is None and self._clock() > self._walk_due_at:
             self.doubt("calendar")
+        self._beat()
+
+    def _beat(self) -> None:
+        """Let one partition that has been quiet, and was told something once, say what it holds."""
+        for step in range(PARTITIONS):
+            lane = self._lanes[(self._beat_turn + step) % PARTITIONS]
+            was_told = self._speaking is not None and self._speaking.has_spoken(lane.partition)
+            is_asked = lane.failures or lane.owes_heartbeat
+            if was_told and not is_asked and self._clock() - lane.heard_at >= QUIET_S:
+                lane.owes_heartbeat = True
+                lane.wake.set()
+                self._beat_turn = (lane.partition + 1) % PARTITIONS
+                return
+
+    def _next_interval_s(self) -> float:
+        return self.walk_interval_s * (1 - INTERVAL_SPREAD * self._chance())

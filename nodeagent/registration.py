@@ -79,6 +79,7 @@ class Lives:
         self._sleep = sleep
         self._metrics = metrics
         self._incarnations: list[bytes] = []
+        self._unanswered: bytes | None = None
         self._is_reachable = True
 
     @property
@@ -87,13 +88,24 @@ class Lives:
         return tuple(self._incarnations)
 
     async def begin(self) -> bytes:
-        """Register a new life and return its name. Raises `DirectoryError`; a life whose fate is unknown lapses."""
+        """Register a new life and return its name. Raises `DirectoryError`.
+
+        A name whose registration had no answer is tried again: a server that is slow and well would else be given
+        another row with each try, and remember them all.
+        """
         for _ in range(DRAWS_MAX):
-            incarnation = draw_incarnation()
+            incarnation, is_retry = self._unanswered or draw_incarnation(), self._unanswered is not None
             try:
                 await self._directory.register(incarnation, self.registration, self._load())
             except RegistrationRefused:
-                continue
+                is_ours = is_retry and (await self._directory.renew(incarnation, self._load())).known
+                self._unanswered = None
+                if not is_ours:
+                    continue
+            except DirectoryError:
+                self._unanswered = incarnation
+                raise
+            self._unanswered = None
             self._incarnations.append(incarnation)
             return incarnation
         raise RegistrationRefused(f"{DRAWS_MAX} random incarnations in a row were taken")

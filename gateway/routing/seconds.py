@@ -9,6 +9,7 @@ per engine, at most `PRICE_MAX`; with nobody waiting it is 1 and the score is th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from directory.chunks import usable_chunks
 from directory.costs import HitCut, Rates, best_cut, prefill_s
@@ -39,18 +40,31 @@ def score_all(query: RoutingQuery) -> tuple[list[Score], float]:
 @dataclass(frozen=True, slots=True)
 class _Hit:
     tiers: tuple[Tier, ...]
-    unknown: tuple[bool, ...]
+    unknown: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    hit: _Hit
+    cut: HitCut
+    doubt_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.cut.total_s + self.doubt_s
 
 
 def _score(candidate: Candidate, prompt_tokens: int, second_s: float, neutral: Rates) -> Score:
     rates = candidate.rates or neutral
     hit = _usable_hit(candidate, prompt_tokens)
-    cut = best_cut(candidate.shape, rates, prompt_tokens, candidate.chunk_tokens, hit.tiers)
-    doubt_s = _doubt_s(candidate, rates, prompt_tokens, hit, cut)
+    service = _service(candidate, rates, prompt_tokens, hit)
+    if hit.unknown:  # where doubt costs more than it may save, what comes before it is counted alone
+        certain = _Hit(hit.tiers[: hit.unknown[0]])
+        service = min(service, _service(candidate, rates, prompt_tokens, certain), key=lambda each: each.total_s)
+    cut, prefill = service.cut, service.cut.prefill_s + service.doubt_s
     tier_tokens = {
-        tier: count * candidate.chunk_tokens for tier in TIERS if (count := hit.tiers[: cut.chunks].count(tier))
+        tier: count * candidate.chunk_tokens for tier in TIERS if (count := service.hit.tiers[: cut.chunks].count(tier))
     }
-    prefill = cut.prefill_s + doubt_s
     return Score(
         engine=candidate.engine,
         score_s=candidate.wait_s + second_s * (cut.load_s + prefill),
@@ -63,23 +77,36 @@ def _score(candidate: Candidate, prompt_tokens: int, second_s: float, neutral: R
 
 
 def _usable_hit(candidate: Candidate, prompt_tokens: int) -> _Hit:
-    """The tiers of the chunks that may be loaded; an unknown one counts as its slowest neighbour's tier."""
+    """The tiers of the chunks that may be loaded; an unknown one counts as the next known one's tier.
+
+    A chunk is never older than those after it, so it is rarely in a slower tier. What no known chunk follows isn't
+    counted: the unknown doesn't lengthen a run.
+    """
     run = candidate.match.tiers[: usable_chunks(prompt_tokens, candidate.chunk_tokens)]
-    known = [tier for tier in run if tier is not None]
-    if not known:
-        return _Hit((), ())
-    slowest = max(known)
-    return _Hit(tuple(slowest if tier is None else tier for tier in run), tuple(tier is None for tier in run))
+    if None not in run:
+        return _Hit(cast(tuple[Tier, ...], run))
+    tiers: list[Tier] = []
+    unknown: list[int] = []
+    following: Tier | None = None
+    for position in range(len(run) - 1, -1, -1):
+        tier = run[position]
+        following = tier or following
+        if following is not None:
+            tiers.append(following)
+            if tier is None:
+                unknown.append(position)
+    return _Hit(tuple(reversed(tiers)), tuple(reversed(unknown)))
 
 
-def _doubt_s(candidate: Candidate, rates: Rates, prompt_tokens: int, hit: _Hit, cut: HitCut) -> float:
-    """What unknown chunks inside the cut would cost, were they missing, times `UNKNOWN_DOUBT`."""
-    doubted = sum(hit.unknown[: cut.chunks]) * candidate.chunk_tokens
+def _service(candidate: Candidate, rates: Rates, prompt_tokens: int, hit: _Hit) -> _Service:
+    """The cheapest cut of a hit, and `UNKNOWN_DOUBT` of what its unknown chunks would cost, were they missing."""
+    cut = best_cut(candidate.shape, rates, prompt_tokens, candidate.chunk_tokens, hit.tiers)
+    doubted = sum(position < cut.chunks for position in hit.unknown) * candidate.chunk_tokens
     if not doubted:
-        return 0.0
+        return _Service(hit, cut)
     loaded = cut.chunks * candidate.chunk_tokens
     missing_s = prefill_s(candidate.shape, rates, prompt_tokens, loaded - doubted) - cut.prefill_s
-    return UNKNOWN_DOUBT * missing_s
+    return _Service(hit, cut, UNKNOWN_DOUBT * missing_s)
 
 
 def _neutral_rates(candidates: Sequence[Candidate]) -> Rates:

@@ -89,7 +89,7 @@ async def test_an_engine_joins_when_it_is_well_and_lists_its_model(setup: Setup)
     setup.answers.status[A] = 503
     await setup.join("a", A)
     await setup.see()
-    assert setup.fleet.table.serving(MODEL) == []
+    assert setup.fleet.table.serving(MODEL) == ()
     setup.answers.status[A], setup.answers.models = 200, ["still loading"]
     await setup.see()
     assert "doesn't list" in setup.fleet.table.engines["a"].state
@@ -171,6 +171,47 @@ async def test_an_unreadable_table_is_believed_for_one_term_and_then_not(setup: 
     setup.directory.is_down = False
     await setup.see()
     assert setup.fleet.is_directory_known()
+
+
+async def test_a_life_that_ends_between_polls_is_no_longer_believed(setup: Setup) -> None:
+    host = await setup.join_host()
+    await setup.join("a", A)
+    keeper = [await setup.join_host("other"), await setup.join("b", B, "other"), await setup.join_host("third")]
+    setup.clock.now += TERM_S - 0.2
+    for life in keeper:
+        await setup.directory.renew(life, Load())
+    await setup.see()
+    assert setup.fleet.table.engines["a"].reach.host == {host}
+    setup.clock.now += 0.3  # the next poll is late
+    assert setup.fleet.directory_state == "ok"
+    view = setup.fleet.table.engines["a"]
+    assert not view.reach.own | view.reach.host
+    assert view.is_ready
+    assert setup.fleet.table.engines["b"].reach.host
+
+
+async def test_each_failed_poll_is_told(setup: Setup) -> None:
+    unread: list[int] = []
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, on_unread=lambda: unread.append(1))
+    await fleet.refresh()
+    assert not unread
+    setup.directory.is_down = True
+    for _ in range(3):
+        await fleet.refresh()
+    assert len(unread) == 3
+
+
+async def test_a_restarted_gateway_believes_all_with_its_first_table(setup: Setup) -> None:
+    await setup.join_host()
+    await setup.join("a", A)
+    await setup.see()
+    client = httpx.AsyncClient(transport=httpx.MockTransport(setup.answers))
+    restarted = Fleet(setup.directory, HealthCheck(client), setup.clock)
+    assert not restarted.is_directory_known()
+    await restarted.refresh()
+    assert restarted.is_directory_known()
+    assert restarted.table.engines["a"].reach == setup.fleet.table.engines["a"].reach
 
 
 async def test_one_slow_check_is_forgiven_and_two_are_not(setup: Setup) -> None:

@@ -1,5 +1,6 @@
 """Lookups: chains per way of naming, deadlines, and a directory that fails."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,21 +10,27 @@ from directory.chunks import pack_tokens
 from directory.errors import DirectoryUnavailable
 from directory.identity import UNSCOPED, Scope
 from directory.interface import Lookup
-from directory.members import Member, draw_incarnation
-from directory.placements import Reach, pack_holders
+from directory.members import Member
+from directory.placements import pack_holders
 from directory.tiers import Tier
 from gateway.fleet import EngineView
-from gateway.lookup import CHAINS_MAX, FAILURES_MAX, PAUSE_S, ChunkLookup, chain_chunks, lookup_deadline_s
-from tests.gateway.samples import RATES, engine_registration
+from gateway.lookup import (
+    CHAINS_MAX,
+    GROUPINGS_MAX,
+    ChunkChain,
+    ChunkLookup,
+    chain_chunks,
+    group_by_naming,
+    lookup_deadline_s,
+)
+from gateway.lookup_breaker import EXCUSES_MAX, FAILURES_MAX, LATE_S, PAUSE_S
+from tests.gateway.views import LIFE, view
 
-LIFE = draw_incarnation()
 TOKENS = pack_tokens(range(41))
 
 
-def view(engine: str, **other: object) -> EngineView:
-    reach = Reach(engine, frozenset(), frozenset({LIFE}))
-    registration = engine_registration(engine, **other)
-    return EngineView(engine, "http://e:1", registration.models, registration, "", reach, RATES, "ready")  # type: ignore[arg-type]
+def chains_of(views: Sequence[EngineView], tokens: bytes, scope: Scope) -> list[ChunkChain]:
+    return chain_chunks(group_by_naming(views), tokens, scope)
 
 
 @dataclass
@@ -40,10 +47,14 @@ class ScriptedReader:
     def __init__(self) -> None:
         self.is_down, self.calls = False, 0
         self.unknown: set[int] = set()
+        self.loses_lengths: set[int] = set()
+        self.gate: asyncio.Event | None = None
 
     async def lookup(self, keys: Sequence[bytes], deadline_s: float) -> Lookup:
         self.calls += 1
-        if self.is_down:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.is_down or len(keys) in self.loses_lengths:
             raise DirectoryUnavailable("down on purpose")
         record = pack_holders([(LIFE, int(Tier.DRAM))])
         return Lookup(tuple(None if place in self.unknown else record for place in range(len(keys))))
@@ -54,37 +65,37 @@ class ScriptedReader:
 
 def test_engines_that_name_alike_share_a_chain_and_others_have_their_own() -> None:
     views = [view("a"), view("b"), view("c", chunk_tokens=8), view("d", key_scheme="sglang", page_tokens=2)]
-    chains = chain_chunks(views, TOKENS, UNSCOPED)
-    assert [[each.engine for each in chain.engines] for chain in chains] == [["a", "b"], ["c"], ["d"]]
+    chains = chains_of(views, TOKENS, UNSCOPED)
+    assert [[each.engine for each in chain.group.engines] for chain in chains] == [["a", "b"], ["c"], ["d"]]
     assert [len(chain.keys) for chain in chains] == [10, 5, 10]
     assert chains[0].keys != chains[2].keys
 
 
 def test_the_chunk_that_must_be_computed_has_no_key() -> None:
-    assert len(chain_chunks([view("a")], TOKENS[:-4], UNSCOPED)[0].keys) == 9
+    assert len(chains_of([view("a")], TOKENS[:-4], UNSCOPED)[0].keys) == 9
 
 
 def test_a_scope_changes_every_key() -> None:
-    plain = chain_chunks([view("a")], TOKENS, UNSCOPED)[0].keys
-    salted = chain_chunks([view("a")], TOKENS, Scope(salt="s"))[0].keys
+    plain = chains_of([view("a")], TOKENS, UNSCOPED)[0].keys
+    salted = chains_of([view("a")], TOKENS, Scope(salt="s"))[0].keys
     assert not set(plain) & set(salted)
 
 
 def test_the_number_of_chains_is_bounded() -> None:
     views = [view(f"e{size}", chunk_tokens=size) for size in range(4, 12)]
-    assert len(chain_chunks(views, TOKENS, UNSCOPED)) == CHAINS_MAX
+    assert len(chains_of(views, TOKENS, UNSCOPED)) == CHAINS_MAX
 
 
 async def test_every_chain_is_joined_with_its_engines() -> None:
     lookup = ChunkLookup(ScriptedReader(), Clock())
-    holders = await lookup.find(chain_chunks([view("a"), view("c", chunk_tokens=8)], TOKENS, UNSCOPED), 0.05)
+    holders = await lookup.find(chains_of([view("a"), view("c", chunk_tokens=8)], TOKENS, UNSCOPED), 0.05)
     assert {engine: match.chunks for engine, match in holders.matches.items()} == {"a": 10, "c": 5}
 
 
 async def test_a_partial_answer_is_used_and_said() -> None:
     reader = ScriptedReader()
     reader.unknown = {2, 9}
-    holders = await ChunkLookup(reader, Clock()).find(chain_chunks([view("a")], TOKENS, UNSCOPED), 0.05)
+    holders = await ChunkLookup(reader, Clock()).find(chains_of([view("a")], TOKENS, UNSCOPED), 0.05)
     assert holders.degraded == "partial_directory"
     assert holders.matches["a"].tiers == (Tier.DRAM, Tier.DRAM, None, *[Tier.DRAM] * 6)
 
@@ -92,7 +103,7 @@ async def test_a_partial_answer_is_used_and_said() -> None:
 async def test_a_failing_directory_is_left_alone_for_a_while_and_then_tried_again() -> None:
     reader, clock = ScriptedReader(), Clock()
     lookup = ChunkLookup(reader, clock)
-    chains = chain_chunks([view("a")], TOKENS, UNSCOPED)
+    chains = chains_of([view("a")], TOKENS, UNSCOPED)
     reader.is_down = True
     for _ in range(FAILURES_MAX + 5):
         assert not (await lookup.find(chains, 0.05)).is_known
@@ -100,6 +111,110 @@ async def test_a_failing_directory_is_left_alone_for_a_while_and_then_tried_agai
     reader.is_down = False
     clock.now += PAUSE_S
     assert (await lookup.find(chains, 0.05)).is_known
+
+
+async def test_a_chain_that_fails_alone_does_not_lose_the_others_answers() -> None:
+    reader = ScriptedReader()
+    reader.loses_lengths = {5}
+    lookup = ChunkLookup(reader, Clock())
+    chains = chains_of([view("a"), view("c", chunk_tokens=8)], TOKENS, UNSCOPED)
+    for _ in range(FAILURES_MAX + 1):
+        holders = await lookup.find(chains, 0.05)
+        assert (holders.is_known, holders.degraded) == (True, "partial_directory")
+        assert {engine: match.chunks for engine, match in holders.matches.items()} == {"a": 10}
+        assert set(holders.keys) == {"a", "c"}
+    assert lookup.state == "ok"
+
+
+async def test_a_partial_answer_is_no_failure() -> None:
+    reader = ScriptedReader()
+    lookup = ChunkLookup(reader, Clock())
+    chains = chains_of([view("a")], TOKENS, UNSCOPED)
+    reader.unknown = set(range(10))
+    for _ in range(FAILURES_MAX + 1):
+        assert (await lookup.find(chains, 0.05)).degraded == "partial_directory"
+    assert lookup.pauses == 0
+
+
+async def test_after_the_pause_one_lookup_probes_and_the_others_go_without() -> None:
+    reader, clock, told = ScriptedReader(), Clock(), list[int]()
+    lookup = ChunkLookup(reader, clock, lambda: told.append(1))
+    chains = chains_of([view("a")], TOKENS, UNSCOPED)
+    reader.is_down = True
+    for _ in range(FAILURES_MAX):
+        await lookup.find(chains, 0.05)
+    assert (lookup.pauses, len(told)) == (1, 1)
+    clock.now += PAUSE_S
+    assert lookup.state.endswith("one is tried at a time")
+    reader.is_down, reader.gate, reader.calls = False, asyncio.Event(), 0
+    probe = asyncio.create_task(lookup.find(chains, 0.05))
+    await asyncio.sleep(0)
+    others = [await lookup.find(chains, 0.05) for _ in range(5)]
+    assert {each.degraded for each in others} == {"directory_paused"}
+    assert reader.calls == 1
+    reader.gate.set()
+    assert (await probe).is_known
+    assert (await lookup.find(chains, 0.05)).is_known
+    assert lookup.state == "ok"
+
+
+async def test_a_probe_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
+    reader, clock = ScriptedReader(), Clock()
+    lookup = ChunkLookup(reader, clock)
+    chains = chains_of([view("a")], TOKENS, UNSCOPED)
+    reader.is_down = True
+    for _ in range(FAILURES_MAX):
+        await lookup.find(chains, 0.05)
+    clock.now += PAUSE_S
+    reader.is_down, reader.gate = False, asyncio.Event()
+    probe = asyncio.create_task(lookup.find(chains, 0.05))
+    await asyncio.sleep(0)
+    probe.cancel()
+    await asyncio.wait({probe})
+    reader.gate = None
+    assert (await lookup.find(chains, 0.05)).is_known
+
+
+class LateReader(ScriptedReader):
+    """Times out, and the event loop wakes the waiter `late_s` after its deadline."""
+
+    def __init__(self, clock: Clock, late_s: float) -> None:
+        super().__init__()
+        self.clock, self.late_s = clock, late_s
+
+    async def lookup(self, keys: Sequence[bytes], deadline_s: float) -> Lookup:
+        self.clock.now += deadline_s + self.late_s
+        raise DirectoryUnavailable("no answer in time")
+
+
+async def test_a_timeout_that_our_own_lateness_explains_says_nothing_about_the_directory() -> None:
+    clock = Clock()
+    lookup = ChunkLookup(LateReader(clock, LATE_S * 2), clock)
+    chains = chains_of([view("a")], TOKENS, UNSCOPED)
+    for _ in range(EXCUSES_MAX):
+        assert (await lookup.find(chains, 0.01)).degraded == "gateway_late"
+    assert lookup.state == "none yet"
+    for _ in range(FAILURES_MAX):
+        assert (await lookup.find(chains, 0.01)).degraded == "directory_unavailable"
+    assert lookup.pauses == 1, "a directory may be dead while the gateway is busy"
+
+
+async def test_a_timeout_on_time_counts() -> None:
+    clock = Clock()
+    lookup = ChunkLookup(LateReader(clock, LATE_S / 2), clock)
+    for _ in range(FAILURES_MAX):
+        await lookup.find(chains_of([view("a")], TOKENS, UNSCOPED), 0.01)
+    assert lookup.pauses == 1
+
+
+async def test_a_grouping_is_made_once_for_a_table_and_anew_for_the_next() -> None:
+    lookup, views = ChunkLookup(ScriptedReader(), Clock()), (view("a"), view("b"))
+    groups = lookup.grouped("m", views)
+    assert lookup.grouped("m", views) is groups
+    (group,) = lookup.grouped("m", (view("a"), view("c")))
+    assert [each.engine for each in group.engines] == ["a", "c"]
+    for number in range(GROUPINGS_MAX + 1):
+        assert lookup.grouped(f"m{number}", views) == lookup.grouped(f"m{number}", views)
 
 
 @pytest.mark.parametrize(("prefill_s", "deadline_s"), [(0.01, 0.005), (1.0, 0.02), (60.0, 0.05)])

@@ -1,6 +1,7 @@
 """Routing: the score in seconds, near ties, spills, and what happens without a directory."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from directory.costs import Rates, prefill_s
 from directory.placements import PrefixMatch
 from directory.tiers import Tier
-from gateway.routing.query import Candidate, RoutingQuery
+from gateway.routing.query import Candidate, RoutingQuery, Score
 from gateway.routing.router import route
 from gateway.routing.seconds import PRICE_MAX, price, score_all
 from tests.gateway.samples import RATES, SHAPE
@@ -78,6 +79,36 @@ def test_an_unknown_chunk_inside_a_run_counts_for_less_than_a_known_one() -> Non
     nothing = candidate("c")
     scores, _ = score_all(query(known, holey, nothing))
     assert scores[0].score_s < scores[1].score_s < scores[2].score_s
+
+
+HOLEY_RUNS = st.lists(st.sampled_from([Tier.GPU, Tier.DRAM, Tier.NVME, None]), min_size=1, max_size=20)
+SOME_RATES = st.builds(
+    lambda flops, dram, nvme, fixed_s: Rates(flops, {Tier.DRAM: dram, Tier.NVME: nvme}, {Tier.NVME: fixed_s}),
+    st.sampled_from([1e11, 1e13, 4e14]),
+    st.sampled_from([1e8, 2e10]),
+    st.sampled_from([1e7, 5e8, 7e9]),
+    st.sampled_from([0, 0.002, 0.1]),
+)
+
+
+@given(run=HOLEY_RUNS, rates=SOME_RATES, tokens=st.integers(1, 20 * CHUNK))
+def test_an_unknown_chunk_is_worth_something_between_a_missing_one_and_one_that_is_held(
+    run: list[Tier | None], rates: Rates, tokens: int
+) -> None:
+    def scored(tiers: Sequence[Tier | None]) -> Score:
+        return score_all(query(candidate("a", tuple(tiers), rates=rates), tokens=tokens))[0][0]
+
+    usable = run[: (tokens - 1) // CHUNK]
+    first = usable.index(None) if None in usable else len(usable)
+    last = max((place for place, tier in enumerate(usable) if tier is not None), default=-1)
+    held = [next((tier for tier in usable[place:] if tier is not None), None) for place in range(last + 1)]
+    found, missing = scored(run), scored(usable[:first])
+    assert found.score_s <= missing.score_s * (1 + 1e-9)
+    assert found.score_s >= scored(held).score_s * (1 - 1e-9)
+    chunks = found.matched_tokens // CHUNK
+    assert chunks <= last + 1
+    assert not chunks or usable[chunks - 1] is not None, "the unknown doesn't lengthen what will be loaded"
+    assert sum(found.tier_tokens.values()) == found.matched_tokens
 
 
 def test_an_engine_without_rates_is_neutral() -> None:

@@ -13,7 +13,7 @@ import redis
 from directory.members import TERM_S
 from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
-from gateway.lookup import FAILURES_MAX, PAUSE_S
+from gateway.lookup_breaker import FAILURES_MAX, PAUSE_S
 from gateway.openai_schema import COMPLETIONS
 from tests.directory.stands import running_valkey
 from tests.faulty_proxy import Cut, FaultyProxy

@@ -1,163 +1,18 @@
-"""The directory may be stale and converges: under lost requests, lost replies, late duplicates, flushes, restarts."""
+"""What changes is said to the directory: coalesced, in order, in spite of lost calls, past a shard that is dead."""
 
 import asyncio
-import hashlib
-import random
-from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from directory.errors import DirectoryFull, DirectoryUnavailable, RegistrationRefused
-from directory.interface import BATCH_PLACEMENTS_MAX, SETTLE_S
+from directory.interface import BATCH_PLACEMENTS_MAX, KNOWN_FRESH_S, SETTLE_S
 from directory.members import REMEMBERED_S, TERM_S, HostRegistration, Load
-from directory.memory import MemoryDirectory
-from nodeagent.inventory import Inventory
-from nodeagent.metrics import AgentMetrics
-from nodeagent.publisher import Publisher
-from nodeagent.registration import FleetTable, Lives
-from tests.nodeagent.faketime import FakeTime
-from tests.nodeagent.running import believed
+from directory.placements import PARTITIONS
+from directory.redis_directory import CALL_TIMEOUT_S
+from nodeagent.lane import RETRY_MAX_S
+from tests.nodeagent.publishing import DRAM, key, keys_of, staged
 
-DRAM = 2
-
-
-def key(number: int) -> bytes:
-    return hashlib.sha256(str(number).encode()).digest()[:16]
-
-
-class FaultyDirectory:
-    """A `MemoryDirectory` behind a bad network: what is due in `faults` happens to the next write."""
-
-    def __init__(self, time: FakeTime) -> None:
-        self._time = time
-        self.behind = MemoryDirectory(time.clock)
-        self.faults: list[str] = []
-        self.is_down = False
-        self.late = []
-        self.sent = []
-
-    def flush(self) -> None:
-        self.behind = MemoryDirectory(self._time.clock)
-
-    async def deliver_late(self) -> None:
-        late, self.late = self.late, []
-        for batch in late:
-            await self.behind.place(batch)
-
-    async def place(self, batch):
-        return await self._write(batch, self.behind.place)
-
-    async def withdraw(self, batch):
-        return await self._write(batch, self.behind.withdraw)
-
-    async def _write(self, batch, apply):
-        await asyncio.sleep(0)
-        fault = self.faults.pop(0) if self.faults else ""
-        if self.is_down or fault == "lost request":
-            raise DirectoryUnavailable("lost")
-        if fault == "late request":
-            self.late.append(batch)
-            raise DirectoryUnavailable("slow")
-        if fault == "bug":
-            raise RuntimeError("a fault that no docstring names")
-        if fault == "full" and any(mask for _, mask in batch.states):
-            raise DirectoryFull("full")
-        held = await apply(batch)
-        self.sent.append(batch)
-        if fault == "lost reply":
-            raise DirectoryUnavailable("no reply")
-        if fault == "duplicate":
-            self.late.append(batch)
-        return held
-
-    async def register(self, *arguments):
-        await self._call()
-        return await self.behind.register(*arguments)
-
-    async def renew(self, *arguments):
-        await self._call()
-        return await self.behind.renew(*arguments)
-
-    async def retire(self, *arguments):
-        await self._call()
-        return await self.behind.retire(*arguments)
-
-    async def members(self):
-        await self._call()
-        return await self.behind.members()
-
-    async def lookup(self, keys, deadline_s):
-        return await self.behind.lookup(keys, deadline_s)
-
-    async def _call(self) -> None:
-        await asyncio.sleep(0)
-        if self.is_down:
-            raise DirectoryUnavailable("down")
-
-
-class Stage:
-    def __init__(self, **options) -> None:
-        self.time = FakeTime()
-        self.directory = FaultyDirectory(self.time)
-        self.metrics = AgentMetrics()
-        self.table = FleetTable(self.directory, self.time.clock, self.time.sleep, self.metrics)
-        self.publisher = self.make(**options)
-
-    def make(self, **options) -> Publisher:
-        lives = Lives(
-            self.directory, HostRegistration("host-1", "http://127.0.0.1:1"), Load, self.time.sleep, self.metrics
-        )
-        return Publisher(
-            self.directory,
-            lives,
-            Inventory(100_000),
-            self.table,
-            clock=self.time.clock,
-            sleep=self.time.sleep,
-            metrics=self.metrics,
-            **options,
-        )
-
-    async def believed(self, number: int) -> int:
-        return await believed(self.directory.behind, key(number))
-
-    async def live_count(self) -> int:
-        return sum(member.is_live for member in await self.directory.behind.members())
-
-    def walks(self, reason: str) -> float:
-        return self.metrics.registry.get_sample_value("warmroute_walks_total", {"reason": reason}) or 0.0
-
-
-@asynccontextmanager
-async def running(publisher: Publisher, table: FleetTable):
-    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(table.run())]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-@asynccontextmanager
-async def staged(**options):
-    stage = Stage(**options)
-    async with running(stage.publisher, stage.table):
-        await stage.time.advance(SETTLE_S + 1)
-        yield stage
-
-
-async def test_a_new_life_places_nothing_before_others_have_heard_of_it():
-    stage = Stage()
-    stage.publisher.record(key(1), DRAM)
-    async with running(stage.publisher, stage.table):
-        await stage.time.advance(SETTLE_S - 0.1)
-        assert await stage.live_count() == 1
-        assert stage.directory.sent == []
-        await stage.time.advance(0.2)
-        assert await stage.believed(1) == DRAM
+DEAD = 3
 
 
 async def test_changes_are_coalesced_to_the_newest_state():
@@ -176,11 +31,11 @@ async def test_a_state_that_is_not_new_is_not_sent():
     async with staged() as stage:
         stage.publisher.record(key(1), DRAM)
         await stage.time.advance(1)
-        sent = len(stage.directory.sent)
+        stage.directory.sent.clear()
         stage.publisher.record(key(1), DRAM)
         stage.publisher.record(key(2), 0)
         await stage.time.advance(1)
-        assert len(stage.directory.sent) == sent
+        assert not any(batch.states for batch in stage.directory.sent)
 
 
 async def test_batches_are_small_and_of_one_partition():
@@ -196,22 +51,6 @@ async def test_batches_are_small_and_of_one_partition():
             assert await stage.believed(number) == DRAM
 
 
-async def test_removals_go_before_placements():
-    async with staged() as stage:
-        for number in range(100):
-            stage.publisher.record(key(number), DRAM)
-        await stage.time.advance(1)
-        stage.directory.sent.clear()
-        for number in range(100, 200):
-            stage.publisher.record(key(number), DRAM)
-        for number in range(100):
-            stage.publisher.record(key(number), 0)
-        await stage.time.advance(1)
-        kinds = [any(mask for _, mask in batch.states) for batch in stage.directory.sent]
-        assert kinds == sorted(kinds)
-        assert all(len({bool(mask) for _, mask in batch.states}) == 1 for batch in stage.directory.sent)
-
-
 @pytest.mark.parametrize("fault", ["lost request", "lost reply", "late request", "duplicate"])
 async def test_a_batch_whose_fate_is_unknown_goes_out_again_with_the_newest_state(fault):
     async with staged() as stage:
@@ -225,119 +64,6 @@ async def test_a_batch_whose_fate_is_unknown_goes_out_again_with_the_newest_stat
         assert stage.publisher.is_settled
 
 
-async def test_a_flushed_directory_is_filled_again():
-    async with staged() as stage:
-        for number in range(200):
-            stage.publisher.record(key(number), DRAM)
-        await stage.time.advance(2)
-        stage.directory.flush()
-        await stage.time.advance(SETTLE_S + 4)
-        assert stage.walks("unknown") == 1
-        for number in range(200):
-            assert await stage.believed(number) == DRAM
-        assert await stage.live_count() == 1
-
-
-async def test_a_partition_that_lost_writes_is_noticed_by_its_number():
-    async with staged() as stage:
-        for number in range(200):
-            stage.publisher.record(key(number), DRAM)
-        await stage.time.advance(2)
-        stage.directory.behind._attempts.clear()
-        stage.directory.behind._records.clear()
-        stage.publisher.record(key(1_000), DRAM)
-        await stage.time.advance(SETTLE_S + 2)
-        assert stage.walks("lost_writes") == 1
-        for number in (*range(200), 1_000):
-            assert await stage.believed(number) == DRAM
-
-
-async def test_a_lapse_longer_than_a_term_begins_a_new_life_and_a_shorter_one_does_not():
-    async with staged() as stage:
-        stage.publisher.record(key(1), DRAM)
-        await stage.time.advance(1)
-        first = stage.publisher.lives.incarnations
-        stage.directory.is_down = True
-        await stage.time.advance(TERM_S + 2)
-        stage.directory.is_down = False
-        await stage.time.advance(3)
-        assert stage.publisher.lives.incarnations == first
-        assert await stage.believed(1) == DRAM
-        stage.directory.is_down = True
-        await stage.time.advance(2 * TERM_S + 3)
-        assert await stage.believed(1) == 0
-        stage.directory.is_down = False
-        await stage.time.advance(SETTLE_S + 6)
-        assert stage.publisher.lives.incarnations != first
-        assert await stage.believed(1) == DRAM
-
-
-async def test_during_a_walk_readers_never_lose_what_is_held():
-    async with staged() as stage:
-        for number in range(300):
-            stage.publisher.record(key(number), DRAM)
-        await stage.time.advance(2)
-        stage.publisher.doubt("calendar")
-        for _ in range(80):
-            await stage.time.advance(0.05)
-            for number in (0, 150, 299):
-                assert await stage.believed(number) == DRAM
-        assert stage.walks("calendar") == 1
-        assert await stage.live_count() == 1
-
-
-async def test_a_walk_leaves_no_entry_of_the_life_before():
-    async with staged() as stage:
-        for number in range(50):
-            stage.publisher.record(key(number), DRAM)
-        await stage.time.advance(2)
-        stage.publisher.doubt("calendar")
-        await stage.time.advance(SETTLE_S + 2)
-        for number in range(50):
-            record = (await stage.directory.lookup([key(number)], 1)).records[0]
-            assert len(record) == 9
-            assert record[:8] == stage.publisher.lives.incarnations[0]
-
-
-async def test_the_inventory_is_walked_most_recently_used_first():
-    async with staged() as stage:
-        numbers = [number for number in range(4_000) if key(number)[0] >> 4 == 0][:200]
-        for number in numbers:
-            stage.publisher.record(key(number), DRAM)
-        stage.publisher.record(key(numbers[0]), DRAM)
-        await stage.time.advance(2)
-        stage.directory.sent.clear()
-        stage.publisher.doubt("calendar")
-        await stage.time.advance(SETTLE_S + 2)
-        walked = [each for batch in stage.directory.sent for each, _ in batch.states]
-        assert walked == [key(number) for number in [numbers[0], *numbers[:0:-1]]]
-
-
-async def test_everything_is_announced_anew_by_the_calendar():
-    async with staged(walk_interval_s=60.0) as stage:
-        stage.publisher.record(key(1), DRAM)
-        await stage.time.advance(70)
-        assert stage.walks("calendar") == 1
-        assert stage.directory.sent[-1].ttl_s == 120.0
-        for _ in range(5):
-            await stage.time.advance(60)
-            assert await stage.believed(1) == DRAM
-
-
-async def test_too_much_pending_becomes_a_walk():
-    async with staged(pending_keys_max=100) as stage:
-        stage.directory.is_down = True
-        for number in range(150):
-            stage.publisher.record(key(number), DRAM)
-        for number in range(50):
-            stage.publisher.record(key(number), 0)
-        assert stage.publisher.pending_keys <= 100
-        stage.directory.is_down = False
-        await stage.time.advance(SETTLE_S + 5)
-        assert stage.walks("overflow") == 1
-        assert [await stage.believed(number) for number in range(150)] == [0] * 50 + [DRAM] * 100
-
-
 async def test_a_full_directory_takes_removals_and_later_the_placements():
     async with staged() as stage:
         stage.publisher.record(key(1), DRAM)
@@ -348,14 +74,13 @@ async def test_a_full_directory_takes_removals_and_later_the_placements():
         stage.publisher.record(key(1), 0)
         await stage.time.advance(0.2)
         assert await stage.believed(1) == 0
-        full = "warmroute_degraded_total", {"reason": "directory_full"}
-        assert stage.metrics.registry.get_sample_value(*full) == 1
+        assert stage.sample("warmroute_degraded_total", reason="directory_full") == 1
         await stage.time.advance(10)
         assert await stage.believed(2) == DRAM
         stage.directory.faults = ["full"]
         stage.publisher.record(key(3), DRAM)
         await stage.time.advance(10)
-        assert stage.metrics.registry.get_sample_value(*full) == 2, "told once each time"
+        assert stage.sample("warmroute_degraded_total", reason="directory_full") == 2, "told once each time"
 
 
 async def test_known_is_passed_only_from_a_fresh_table():
@@ -417,70 +142,147 @@ async def test_settled_waits_for_the_acknowledgement():
         await waiting
 
 
-async def test_stopping_retires_every_life():
+async def test_removals_go_before_placements():
     async with staged() as stage:
-        stage.publisher.record(key(1), DRAM)
+        gone, come = keys_of(1, 200)[:100], keys_of(1, 200)[100:]
+        for each in gone:
+            stage.publisher.record(each, DRAM)
         await stage.time.advance(1)
-    await stage.publisher.stop()
-    assert await stage.live_count() == 0
-    assert await stage.believed(1) == 0
+        stage.directory.sent.clear()
+        for each in come:
+            stage.publisher.record(each, DRAM)
+        for each in gone:
+            stage.publisher.record(each, 0)
+        await stage.time.advance(1)
+        kinds = [any(mask for _, mask in batch.states) for batch in stage.directory.sent if batch.states]
+        assert kinds == [False, False, True, True]
+        assert all(len({bool(mask) for _, mask in batch.states}) <= 1 for batch in stage.directory.sent)
 
 
-async def test_a_taken_incarnation_is_drawn_anew(monkeypatch):
-    draws = [b"a" * 8, b"a" * 8, b"b" * 8]
-    monkeypatch.setattr("nodeagent.registration.draw_incarnation", lambda: draws.pop(0))
-    stage = Stage()
-    assert await stage.publisher.lives.begin() == b"a" * 8
-    assert await stage.publisher.lives.begin() == b"b" * 8
+async def test_one_batch_of_each_partition_is_in_flight():
+    async with staged() as stage:
+        stage.directory.delay_s = 0.1
+        for _ in range(5):
+            for partition in range(PARTITIONS):
+                for each in keys_of(partition, 200):
+                    stage.publisher.record(each, DRAM - stage.publisher.inventory.mask(each))
+            await stage.time.advance(0.25)
+        assert stage.directory.most_in_flight == PARTITIONS
+        assert stage.directory.collisions == 0
 
 
-async def test_a_directory_that_takes_no_name_is_an_error(monkeypatch):
-    monkeypatch.setattr("nodeagent.registration.draw_incarnation", lambda: b"a" * 8)
-    stage = Stage()
-    await stage.publisher.lives.begin()
-    with pytest.raises(RegistrationRefused):
-        await stage.publisher.lives.begin()
-
-
-EVENTS = ["record"] * 8 + ["pass"] * 3 + ["faults", "faults", "down", "up", "flush", "late", "walk"]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**32))
-def test_whatever_happens_the_directory_converges_to_the_inventories(seed):
-    asyncio.run(_play(random.Random(seed)))
-
-
-async def _play(chance: random.Random) -> None:
-    stage = Stage(walk_interval_s=120.0, pending_keys_max=60)
-    second = stage.make(walk_interval_s=120.0)
-    async with running(stage.publisher, stage.table), running(second, stage.table):
-        for _ in range(60):
-            event = chance.choice(EVENTS)
-            if event == "record":
-                for _ in range(chance.randrange(1, 30)):
-                    chance.choice([stage.publisher, second]).record(key(chance.randrange(80)), chance.choice([0, DRAM]))
-            elif event == "pass":
-                await stage.time.advance(chance.choice([0.01, 0.3, 3.0]))
-            elif event == "faults":
-                kinds = ["lost request", "lost reply", "late request", "duplicate", "full", ""]
-                stage.directory.faults = chance.choices(kinds, k=6)
-            elif event in ("down", "up"):
-                stage.directory.is_down = event == "down"
-            elif event == "flush":
-                stage.directory.flush()
-            elif event == "late":
-                await stage.directory.deliver_late()
-            else:
-                stage.publisher.doubt("calendar")
-        stage.directory.is_down, stage.directory.faults = False, []
-        await stage.time.advance(30)
-        # A very late batch brings an old `known` with it and may prune a younger life: the calendar repairs that.
-        await stage.directory.deliver_late()
-        await stage.time.advance(135)
+@pytest.mark.parametrize("fault", ["hangs", "is down"])
+async def test_a_partition_that_does_not_answer_holds_up_no_other(fault):
+    async with staged() as stage:
+        (stage.directory.hanging if fault == "hangs" else stage.directory.down).add(DEAD)
+        for partition in range(PARTITIONS):
+            for each in keys_of(partition, 100):
+                stage.publisher.record(each, DRAM)
+        await stage.time.advance(0.1)
+        for partition in set(range(PARTITIONS)) - {DEAD}:
+            assert await stage.all_believed(keys_of(partition, 100))
+        await stage.time.advance(2)
+        assert stage.sample("warmroute_partitions_failing") == 1
+        assert await stage.believed(keys_of(DEAD, 1)[0]) == 0
+        stage.directory.hanging.clear()
+        stage.directory.down.clear()
+        await stage.time.advance(RETRY_MAX_S + 1)
+        assert await stage.all_believed(keys_of(DEAD, 100))
+        assert stage.sample("warmroute_partitions_failing") == 0
         assert stage.publisher.is_settled
-        assert second.is_settled
-        for number in range(80):
-            expected = stage.publisher.inventory.mask(key(number)) | second.inventory.mask(key(number))
-            assert await stage.believed(number) == expected
-        assert await stage.live_count() == 2
+        assert len(stage.directory.lives_begun) == 1
+
+
+async def test_a_dead_partition_is_asked_ever_more_rarely():
+    async with staged() as stage:
+        stage.directory.down.add(DEAD)
+        began_at = stage.time.now
+        stage.publisher.record(keys_of(DEAD, 1)[0], DRAM)
+        await stage.time.advance(60)
+        tried_at = [at for at, batch in stage.directory.tried if batch.partition == DEAD and at >= began_at]
+        pauses = [round(later - earlier, 6) for earlier, later in pairwise(tried_at)]
+        assert pauses == sorted(pauses)
+        assert pauses[-1] == pytest.approx(RETRY_MAX_S)
+        assert len(tried_at) <= 60 / RETRY_MAX_S + 8
+
+
+async def test_placements_that_find_no_room_are_had_from_the_inventory_without_a_new_life():
+    async with staged(pending_keys_max=10 * PARTITIONS) as stage:
+        stage.directory.down.add(DEAD)
+        keys = keys_of(DEAD, 300)
+        for each in keys:
+            stage.publisher.record(each, DRAM)
+        assert stage.publisher.pending_keys <= 10
+        assert stage.publisher.announced_keys == 0
+        await stage.time.advance(5)
+        assert not stage.publisher.is_settled
+        stage.directory.down.clear()
+        await stage.time.advance(RETRY_MAX_S + 1)
+        assert await stage.all_believed(keys)
+        assert stage.publisher.announced_keys == 300
+        assert stage.publisher.is_settled
+        assert len(stage.directory.lives_begun) == 1
+
+
+async def test_removals_that_find_no_room_need_a_new_life_once_the_partition_answers():
+    async with staged(pending_keys_max=10 * PARTITIONS) as stage:
+        keys = keys_of(DEAD, 60)
+        for each in keys:
+            stage.publisher.record(each, DRAM)
+        await stage.time.advance(1)
+        stage.directory.down.add(DEAD)
+        for each in keys[:40]:
+            stage.publisher.record(each, 0)
+        assert stage.publisher.pending_keys <= 10
+        await stage.time.advance(60)
+        assert len(stage.directory.lives_begun) == 1, "as long as nobody can read it, nobody believes it"
+        stage.directory.down.clear()
+        await stage.time.advance(RETRY_MAX_S + SETTLE_S + 1)
+        assert stage.walks("overflow") == 1
+        assert [await stage.believed(each) for each in keys] == [0] * 40 + [DRAM] * 20
+        assert stage.publisher.is_settled
+
+
+async def test_a_loss_is_noticed_without_traffic():
+    async with staged() as stage:
+        for partition in (DEAD, 9):
+            for each in keys_of(partition, 10):
+                stage.publisher.record(each, DRAM)
+        await stage.time.advance(30)
+        stage.directory.empty(DEAD)
+        await stage.time.advance(PARTITIONS + 1)
+        await stage.time.advance(SETTLE_S + 1)
+        assert stage.walks("lost_writes") == 1
+        assert await stage.all_believed(keys_of(DEAD, 10))
+
+
+async def test_a_loss_during_an_outage_is_noticed_by_a_writer_with_nothing_to_say():
+    async with staged() as stage:
+        for each in keys_of(DEAD, 10):
+            stage.publisher.record(each, DRAM)
+        await stage.time.advance(1)
+        stage.directory.down.add(DEAD)
+        await stage.time.advance(60)
+        stage.directory.empty(DEAD)
+        stage.directory.down.clear()
+        await stage.time.advance(RETRY_MAX_S + SETTLE_S + 1)
+        assert await stage.all_believed(keys_of(DEAD, 10))
+
+
+async def test_quiet_partitions_are_asked_one_a_second_and_those_never_written_to_not_at_all():
+    async with staged() as stage:
+        for partition in range(10):
+            stage.publisher.record(keys_of(partition, 1)[0], DRAM)
+        await stage.time.advance(1)
+        began_at = stage.time.now
+        await stage.time.advance(4 * PARTITIONS)
+        asked = [(at, batch) for at, batch in stage.directory.tried if at > began_at]
+        assert all(batch.states == () for _, batch in asked)
+        assert {batch.partition for _, batch in asked} == set(range(10))
+        assert len({at for at, _ in asked}) == len(asked), "never two at once"
+        assert len(asked) <= 4 * 10
+
+
+async def test_a_table_is_younger_than_a_life_settles_when_the_batch_that_brings_it_is_applied():
+    """Or a batch would prune the first entries of a life begun since: nothing of this is seen in a quick network."""
+    assert KNOWN_FRESH_S + CALL_TIMEOUT_S < SETTLE_S

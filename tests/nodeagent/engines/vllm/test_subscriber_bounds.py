@@ -19,7 +19,7 @@ from tests.nodeagent.engines.vllm.following import (
 )
 from tests.nodeagent.engines.vllm.publishing_engine import publishing, until
 from tests.nodeagent.engines.vllm.recorded import removed
-from tests.nodeagent.test_publisher import Stage
+from tests.nodeagent.publishing import Stage
 
 
 async def test_a_replay_that_never_answers_costs_the_table_only_at_a_gap() -> None:

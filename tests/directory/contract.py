@@ -1,4 +1,4 @@
-"""What every directory promises (`directory/interface.py`), on each implementation."""
+"""What every directory promises (`directory/interface.py`): tests for whoever has a `stand` fixture."""
 
 import asyncio
 

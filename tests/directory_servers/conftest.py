@@ -1,0 +1,22 @@
+"""The servers that the stage's tests stand on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.directory.servers import ServerProcess
+from tests.directory_servers.standalone import standalone
+
+
+@pytest.fixture
+def redis_server() -> Iterator[ServerProcess]:
+    """Debian's Redis, alone and empty."""
+    with standalone("redis") as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "valkey"])
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """Each brand in turn, alone and empty."""
+    with standalone(request.param) as server:
+        yield server

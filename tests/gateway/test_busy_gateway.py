@@ -1,0 +1,36 @@
+"""A gateway too busy to see answers in time doesn't hold that against the directory."""
+
+import asyncio
+import time
+
+from directory.redis_directory import RedisDirectory
+from gateway.lookup import ChunkChain, ChunkLookup, group_by_naming
+from gateway.lookup_breaker import FAILURES_MAX
+from tests.directory.conftest import running_valkey
+from tests.gateway.views import view
+
+DEADLINE_S = 0.02
+BUSY_S = 0.1
+
+
+async def test_a_busy_event_loop_never_pauses_lookups() -> None:
+    with running_valkey() as server:
+        directory = RedisDirectory.connect(f"redis://127.0.0.1:{server.port}")
+        lookup = ChunkLookup(directory, time.monotonic)
+        async with asyncio.timeout(20):
+            while not (await lookup.find([chain()], 1.0)).is_known:
+                pass
+        seen = set()
+        for _ in range(FAILURES_MAX + 1):
+            asked = asyncio.create_task(lookup.find([chain()], DEADLINE_S))
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(time.sleep, BUSY_S)  # holds the loop beyond the deadline
+            seen.add((await asked).degraded)
+            assert (lookup.state, lookup.pauses) == ("ok", 0)
+        assert "gateway_late" in seen
+        await directory.aclose()
+
+
+def chain() -> ChunkChain:
+    (group,) = group_by_naming([view("a")])
+    return ChunkChain((bytes(range(16)),), group)
