@@ -11,11 +11,11 @@ itself as long as writers keep these rules:
 - *A walk is a new life.* To repair anything, a writer registers a second incarnation, announces its whole inventory
   under it (each write removes the first one's entry), and retires the first.
 - *Seen before believed.* A new incarnation places nothing in its first `SETTLE_S` seconds, and a batch passes `known`
-  only from a table polled in the last `KNOWN_FRESH_S`: so no writer prunes a life it hadn't heard of, unless its batch is
-  kept on the way for longer than a call may take.
-- *Overtaken before replaced.* Where a batch of an incarnation has an unknown fate, its writer sends an empty one under it
-  before it speaks under the next: a late one would bring back what was removed since, and prune what it hadn't heard of.
-- *Asked when quiet.* An empty batch tells a writer what a partition holds of it: so a loss is noticed without traffic.
+  only from a table polled in the last `KNOWN_FRESH_S`: so no writer prunes a life it hadn't heard of, unless its batch
+  is kept on the way for longer than a call may take.
+- *Overtaken before replaced.* Where a batch of an incarnation has an unknown fate, its writer sends an empty one under
+  it before it speaks under the next: a late one would bring back what was removed since, and prune the new life.
+- *Asked when quiet.* An empty batch tells a writer what a partition holds of it: a loss is noticed without traffic.
 """
 
 from collections.abc import Sequence

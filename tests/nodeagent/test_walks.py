@@ -294,6 +294,10 @@ async def test_live_changes_go_before_a_walk():
         assert await stage.believed(changed) == DRAM
         assert await stage.believed(keys[0]) == 0
         assert not stage.publisher.is_settled, "the walk goes on"
+        for _ in range(60):
+            stage.publisher.record(changed, DRAM - stage.publisher.inventory.mask(changed))
+            await stage.time.advance(0.013)
+        assert stage.directory.collisions == 0
 
 
 async def test_of_a_walk_one_batch_is_in_flight_and_it_rests_between_them():
