@@ -44,6 +44,7 @@ from directory.members import (
     encode_load,
     encode_registration,
 )
+from directory.statistics import ServerNode
 
 CALL_TIMEOUT_S = 1.0
 """The most that one call may take, connecting included; a lookup's deadline usually ends its wait sooner."""
@@ -172,6 +173,19 @@ class RedisDirectory:
         """See `DirectoryWriter`."""
         assert all(mask == 0 for _, mask in batch.states), "a withdrawal only removes"
         return await self._apply(schema.WITHDRAW, batch)
+
+    async def nodes(self) -> tuple[ServerNode, ...]:
+        """The servers that hold the records, for statistics: one."""
+        settings = self._client.connection_pool.connection_kwargs
+        name = settings.get("path") or f"{settings.get('host')}:{settings.get('port')}"
+
+        async def execute(*command: Any) -> Any:
+            return await self._within(self._command(*command))
+
+        return (ServerNode(name, execute),)
+
+    async def _command(self, *command: Any) -> Any:
+        return await self._execute(*command)
 
     async def _apply(self, function: str, batch: Batch) -> int:
         keys = [schema.attempts_key(batch.partition, batch.incarnation)]
