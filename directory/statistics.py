@@ -109,8 +109,11 @@ class DirectoryStatistics:
 
 
 async def gather(directory: SampledDirectory, clock: Callable[[], float] = time.perf_counter) -> DirectoryStatistics:
-    """Sample every server and time a few lookups. Raises `DirectoryUnavailable`."""
-    samples = [await _sample(node) for node in await directory.nodes()]
+    """Sample every server and time a few lookups. Raises `DirectoryError`."""
+    try:
+        samples = [await _sample(node) for node in await directory.nodes()]
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise DirectoryError(f"the server answered with something unexpected: {error}") from error
     members = await directory.members()
     keys = [key for sample in samples for key in sample.records][:LOOKUP_KEYS]
     while len(keys) < LOOKUP_KEYS:  # a key that nobody holds costs a lookup as much
