@@ -56,7 +56,8 @@ def test_when_more_than_half_lapses_it_is_kept_until_a_term_after_its_lapse() ->
     assert belief.lives(100.4) == set(LIVES), "the countdown alone must not empty the fleet either"
     belief.read([row(life, -0.2) for life in LIVES[:5]] + [row(life, 5) for life in LIVES[5:]], 100.5)
     assert belief.excused(100.5) == 5
-    belief.read([row(life, -2.7) for life in LIVES[:5]] + [row(life, 5) for life in LIVES[5:]], 103)
+    for now in (101, 101.5, 102, 102.5, 103):
+        belief.read([row(life, 100.3 - now) for life in LIVES[:5]] + [row(life, 5) for life in LIVES[5:]], now)
     assert belief.lives(105.2) == set(LIVES)
     assert belief.lives(105.3) == set(LIVES[5:])
 
