@@ -97,6 +97,8 @@ class ReachTable:
                 unknown.append(position)
             elif record != last:
                 last, before, held = record, held, set(_split(record))
+                if held == before and runs is not None:  # the same holders in another order
+                    continue
                 changed = self._count(tallies, before - held, held - before)
                 if runs is None:
                     runs = {engine: [(0, tier)] for engine in changed if (tier := _fastest(tallies[engine]))}

@@ -43,6 +43,11 @@ class Shard:
 
     groups: tuple[tuple[int, ...], ...]
 
+    @property
+    def partition(self) -> int:
+        """One of its partitions."""
+        return self.groups[0][0]
+
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
@@ -110,6 +115,16 @@ class Connections:
             return await self._watch(target.call_function(*call, asking=must_ask))
         except AskError as second:
             raise TryAgainError(f"the slot is moving: {second}") from second
+
+    def name_of(self, partition: int) -> str:
+        """The address of the server that holds a partition, as far as is known."""
+        address = self._owners[partition] if self._owners is not None else None
+        return str(address) if address is not None else f"nobody (partition {partition})"
+
+    async def execute(self, partition: int, *command: bytes | str | int) -> Any:
+        """A command's reply from the server that holds a partition; redirects are errors."""
+        await self._find_owners()
+        return await self._watch(self._node_of(partition).execute(*command))
 
     async def read(self, groups: Sequence[Sequence[bytes]], partition: int) -> list[Answer]:
         """The values of keys, one after the other; `None`: no such key; an error in place of what didn't arrive.

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -39,6 +39,7 @@ from directory.redis_connections import Answer, Connections, Shard
 from directory.redis_errors import map_redis_errors
 from directory.redis_node import CALL_TIMEOUT_S, CONNECTIONS_MAX
 from directory.server_url import parse_server_url
+from directory.statistics import ServerNode
 
 __all__ = ["CALL_TIMEOUT_S", "CONNECTIONS_MAX", "FIRST_STEP_KEYS", "RedisDirectory"]
 
@@ -160,6 +161,23 @@ class RedisDirectory:
         """See `DirectoryWriter`."""
         assert all(mask == 0 for _, mask in batch.states), "a withdrawal only removes"
         return await self._apply(schema.WITHDRAW, batch)
+
+    @property
+    def keys(self) -> schema.Keyspace:
+        """How this fleet's keys are named."""
+        return self._keys
+
+    async def nodes(self) -> tuple[ServerNode, ...]:
+        """The servers that hold records, as far as they are known: every master of a cluster, or the only one."""
+        shards = await self._within(self._connections.find_shards())
+
+        def asker(shard: Shard) -> Callable[..., Awaitable[Any]]:
+            async def execute(*command: Any) -> Any:
+                return await self._within(self._connections.execute(shard.partition, *command))
+
+            return execute
+
+        return tuple(ServerNode(self._connections.name_of(shard.partition), asker(shard)) for shard in shards)
 
     async def _apply(self, function: str, batch: Batch) -> int:
         keys = [self._keys.attempts(batch.partition, batch.incarnation)]

@@ -5,10 +5,12 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import resources
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
-from directory.members import REMEMBERED_S
+from directory.members import INCARNATION_BYTES, REMEMBERED_S
 from directory.placements import PARTITIONS, partition_of
 
 VERSION = "v1"
@@ -50,9 +52,19 @@ KEY_PREFIX = "wr"
 TABLE_HOMES_IN_A_CLUSTER = (0, 8)
 """Partitions in whose slot a cluster keeps the fleet's table: twice, so that it outlives a shard."""
 
+_TABLE = b"reg"
 _PREFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 assert len(PARTITION_TAGS) == PARTITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class KeyKind:
+    """What a key is: a `record`, a partition's `attempts`, the `table`, the `versions`, or something `else`."""
+
+    what: str
+    version: str
+    partition: int | None = None
 
 
 class Keyspace:
@@ -62,6 +74,7 @@ class Keyspace:
         if not _PREFIX.fullmatch(prefix):
             raise DirectoryError(f"a key prefix is 1 to 64 letters, digits, '-', '_' or '.', not {prefix!r}")
         self._prefix = prefix
+        self._key = re.compile(re.escape(prefix).encode() + rb":(v[0-9]{1,4}):\{([0-9]{1,8})\}:(.*)\Z", re.DOTALL)
         self._partitions = tuple(f"{prefix}:{VERSION}:{{{tag}}}:".encode() for tag in PARTITION_TAGS)
 
     def record(self, key: bytes) -> bytes:
@@ -79,11 +92,29 @@ class Keyspace:
 
     def registrations(self, home: int = 0) -> bytes:
         """The fleet's table in that partition's slot."""
-        return self._partitions[home] + b"reg"
+        return self._partitions[home] + _TABLE
 
     def versions(self, home: int = 0) -> bytes:
         """When each version of the schema last registered a member (server's ms): the one key without a version."""
         return f"{self._prefix}:{{{PARTITION_TAGS[home]}}}:versions".encode()
+
+    def kind_of(self, key: bytes) -> KeyKind | None:
+        """What a key of any version of the schema is; `None` for one that isn't this fleet's."""
+        if key in map(self.versions, TABLE_HOMES_IN_A_CLUSTER):
+            return KeyKind("versions", "any")
+        parts = self._key.match(key)
+        if parts is None:
+            return None
+        version, tag, rest = parts[1].decode(), parts[2].decode(), parts[3]
+        if version != VERSION or tag not in PARTITION_TAGS:
+            return KeyKind("else", version)
+        partition = PARTITION_TAGS.index(tag)
+        if len(rest) == DIRECTORY_KEY_BYTES:
+            return KeyKind("record", version, partition)
+        if rest == _TABLE:
+            return KeyKind("table", version)
+        is_attempts = rest.startswith(b"#") and len(rest) == 1 + INCARNATION_BYTES
+        return KeyKind("attempts", version, partition) if is_attempts else KeyKind("else", version)
 
 
 DEFAULT_KEYSPACE = Keyspace()

@@ -54,12 +54,9 @@ def create_admin_api(
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how exactly each is encoded; and how fresh that is."""
-        table, age_s = fleet.table, fleet.table_age_s()
+        table = fleet.table
         return {
-            "directory": fleet.directory_state,
-            "directory_age_seconds": None if age_s is None else round(age_s, 1),
-            "lookups": lookup.state,
-            "lookup_pauses": lookup.pauses,
+            **_directory_row(fleet, lookup),
             "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
             "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in sorted(table.engines.items())],
         }
@@ -80,6 +77,16 @@ def create_admin_api(
         return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
 
     return api
+
+
+def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
+    age_s = fleet.table_age_s()
+    return {
+        "directory": fleet.directory_state,
+        "directory_age_seconds": None if age_s is None else round(age_s, 1),
+        "lookups": lookup.state,
+        "lookup_pauses": lookup.pauses,
+    }
 
 
 async def _bounded_body(request: Request, body_bytes_max: int) -> bytes:

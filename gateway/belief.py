@@ -4,16 +4,18 @@ A life that isn't renewed is believed for its term and no longer; what it has le
 well. Two things are no evidence against a life, and it is believed for one more term at most:
 
 - *The table can't be read.* Whoever was live at that moment is kept until a term after the last table.
-- *More than half of the fleet lapsed since the last table.* That is more likely the directory's fault than theirs.
-  Renewals are spread over `RENEW_INTERVAL_S`, so what lapsed that much before the last table counts as well. They are
-  kept until a term after their lapse: beyond that a writer begins a new life anyway.
+- *More than half of the fleet lapses together.* That is more likely the directory's fault than theirs. Together is what
+  lapsed since the last table or within `RENEW_INTERVAL_S` before it, over which renewals are spread, and what will have
+  lapsed when the next table is due, so that the countdown doesn't empty the fleet meanwhile. They are kept until a
+  term after their lapse: beyond that a writer begins a new life anyway.
 
-No clock is read here: every method is told the time, in monotonic seconds.
+When each life's belief ends is settled by a table or a failed poll; between them belief only shrinks. No clock is read
+here: every method is told the time, in monotonic seconds.
 """
 
 from collections.abc import Sequence
 
-from directory.members import RENEW_INTERVAL_S, TERM_S, Member
+from directory.members import POLL_INTERVAL_S, RENEW_INTERVAL_S, TERM_S, Member
 
 
 class Belief:
@@ -24,7 +26,6 @@ class Belief:
         self._excused: set[bytes] = set()
         self._kept: frozenset[bytes] = frozenset()
         self._read_at: float | None = None
-        self._suspects_since = float("-inf")
 
     def is_known(self, now: float) -> bool:
         """Whether a table was read within the last term: without one nothing can be said of placements."""
@@ -32,29 +33,29 @@ class Belief:
 
     def read(self, members: Sequence[Member], now: float) -> None:
         """A table arrived at `now`, its remaining seconds counted down to that moment."""
-        since = now - TERM_S if self._read_at is None else self._read_at
-        self._suspects_since = since - RENEW_INTERVAL_S
+        since = (now - TERM_S if self._read_at is None else self._read_at) - RENEW_INTERVAL_S
+        until = now + POLL_INTERVAL_S
         self._ends = {each.incarnation: now + each.remaining_s for each in members if not each.retired}
         self._excused &= {life for life, end in self._ends.items() if end <= now}
+        overdue = {life for life, end in self._ends.items() if since < end <= until}
+        if len(overdue) > sum(end > until for end in self._ends.values()):
+            self._excused |= overdue
         self._kept, self._read_at = frozenset(), now
-        self._excuse(now)
 
     def miss(self, now: float) -> None:
         """The table couldn't be read."""
-        self._excuse(now)
         if not self._kept:
             self._kept = frozenset(life for life, end in self._ends.items() if now < end)
 
     def lives(self, now: float) -> frozenset[bytes]:
         """The incarnations whose placements are believed at `now`."""
-        self._excuse(now)
         if not self.is_known(now):
             return frozenset()
         return frozenset(life for life in self._ends if now < self._believed_until(life))
 
     def excused(self, now: float) -> int:
         """How many lapsed lives are believed nevertheless, because they lapsed with most of the fleet."""
-        return sum(now < self._believed_until(life) for life in self._excused)
+        return sum(self._ends[life] <= now < self._believed_until(life) for life in self._excused)
 
     def changes_at(self, now: float) -> float:
         """When belief next shrinks without another table; infinity for never."""
@@ -70,10 +71,3 @@ class Belief:
         if life in self._kept and self._read_at is not None:
             return max(end, self._read_at + TERM_S)
         return end
-
-    def _excuse(self, now: float) -> None:
-        """Excuse those who lapsed together, if they are more than half of them and the live."""
-        suspects = {life for life, end in self._ends.items() if self._suspects_since < end <= now}
-        live = sum(now < end for end in self._ends.values())
-        if len(suspects) > live:
-            self._excused |= suspects

@@ -60,6 +60,12 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
+        self.retries = Counter(
+            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
+        )
+        self._count_directory(registry)
+
+    def _count_directory(self, registry: CollectorRegistry) -> None:
         self.lookup = Histogram(
             "warmroute_directory_lookup_seconds",
             "Seconds a directory lookup took.",
@@ -73,9 +79,6 @@ class GatewayMetrics:
             "warmroute_directory_lookup_pauses_total",
             "Times that lookups were paused because the directory kept giving no answer.",
             registry=registry,
-        )
-        self.retries = Counter(
-            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
         )
 
 

@@ -6,6 +6,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,20 @@ from directory.errors import DirectoryError
 from directory.members import HostRegistration, Member
 from directory.placements import unpack_holders
 from directory.redis_directory import RedisDirectory
+from directory.statistics import gather, state_of
 from directory.tiers import tier_names
 from gateway.config import DirectoryConfig, Section
 from warmroute.configuration import ConfigurationError, effective, load
+from warmroute.directory_tables import as_page, as_table
 
 LOOKUP_DEADLINE_S = 2.0
 KEYS_MAX = 4096
-QUESTIONS = ("hosts", "lookup")
+QUESTIONS = {
+    "hosts": "who is in the fleet",
+    "lookup": "who holds the chunks of these directory keys",
+    "stats": "servers, records, holders and lives, from a bounded sample",
+    "forget": "end the lives of a host and its engines, or of an engine, by name",
+}
 
 
 class DirectoryCommandConfig(Section):
@@ -31,37 +41,113 @@ class DirectoryCommandConfig(Section):
     directory: DirectoryConfig = Field(default=DirectoryConfig())
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is printed, for programs and for people; and the exit status."""
+
+    data: Any
+    text: str
+    status: int = 0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.description = "Ask the directory who is in the fleet, or who holds chunks."
+    parser.description = "Ask the directory, or make it forget. Exit status: 0 done, 1 refused, 2 trouble."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "questions:\n" + "\n".join(f"  {name:<8}{text}" for name, text in QUESTIONS.items())
+    parser.add_argument("question", choices=tuple(QUESTIONS), nargs="?", default="hosts", help="see below; else hosts")
     parser.add_argument(
-        "question", choices=QUESTIONS, nargs="?", default="hosts", help="hosts: who is in the fleet; lookup: who holds"
-    )
-    parser.add_argument(
-        "keys", nargs="*", metavar="KEY", help="directory keys for lookup, 32 hex digits each; else on stdin"
+        "names", nargs="*", metavar="KEY|NAME", help="lookup: keys of 32 hex digits, else from stdin; forget: one name"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
     parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
+    parser.add_argument("--force", action="store_true", help="forget: even what is live")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Answer the question. Trouble is one sentence on stderr, and 2."""
+    """Answer the question. Trouble is one sentence on stderr, and 2; what is refused is 1."""
     try:
         config = load(DirectoryCommandConfig, options.config, os.environ, {"directory.url": options.redis})
         if options.check:
             print(effective(config), end="")
             return 0
-        if options.keys and options.question != "lookup":
-            raise ValueError(f"keys are for lookup: {options.question} takes none, not {options.keys[0]!r}")
-        keys = _read_keys(options.keys) if options.question == "lookup" else []
-        rows = asyncio.run(_ask(config.directory.url.get_secret_value(), keys, options.question))
+        answer = asyncio.run(_answered(config.directory, _question(options)))
     except (ConfigurationError, DirectoryError, ValueError) as error:
         print(f"warmroute directory: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(rows, indent=1) if options.json else _as_table(rows))
-    return 0
+    print(json.dumps(answer.data, indent=1) if options.json else answer.text)
+    return answer.status
+
+
+_Question = Callable[[RedisDirectory], Awaitable[Answer]]
+
+
+def _question(options: argparse.Namespace) -> _Question:
+    """What is asked, checked before anything is connected. Raises `ValueError`."""
+    names: list[str] = options.names
+    if options.force and options.question != "forget":
+        raise ValueError(f"--force is for forget, not for {options.question}")
+    if options.question == "lookup":
+        return partial(_lookup, _read_keys(names))
+    if options.question == "forget":
+        if len(names) != 1:
+            raise ValueError("forget needs one name, of a host or an engine")
+        return partial(_forget, names[0], options.force)
+    if names:
+        raise ValueError(f"keys are for lookup: {options.question} takes none, not {names[0]!r}")
+    return _stats if options.question == "stats" else _hosts
+
+
+async def _answered(config: DirectoryConfig, question: _Question) -> Answer:
+    directory = RedisDirectory.connect(
+        config.url.get_secret_value(), key_prefix=config.key_prefix, clock=time.monotonic
+    )
+    try:
+        return await question(directory)
+    finally:
+        await directory.aclose()
+
+
+async def _hosts(directory: RedisDirectory) -> Answer:
+    rows = [_member_row(member) for member in sorted(await directory.members(), key=_order)]
+    return Answer(rows, as_table(rows, "nothing is registered"))
+
+
+async def _lookup(keys: list[bytes], directory: RedisDirectory) -> Answer:
+    members = {member.incarnation: member for member in await directory.members()}
+    found = await directory.lookup(keys, LOOKUP_DEADLINE_S)
+    rows = [_record_row(key, record, members) for key, record in zip(keys, found.records, strict=True)]
+    return Answer(rows, as_table(rows, ""))
+
+
+async def _stats(directory: RedisDirectory) -> Answer:
+    statistics = await gather(directory)
+    data = asdict(statistics)
+    for row, server in zip(data["servers"], statistics.servers, strict=True):
+        row["warnings"] = list(server.warnings())
+    return Answer(data, as_page(statistics))
+
+
+async def _forget(name: str, is_forced: bool, directory: RedisDirectory) -> Answer:
+    """End every life of that name that hasn't ended. A live one is refused: its agent would only begin another."""
+    lives = [member for member in sorted(await directory.members(), key=_order) if _is_of(member, name)]
+    ending = [member for member in lives if not member.retired]
+    live = [member for member in ending if member.is_live]
+    if live and not is_forced:
+        said = (
+            f"{name} is live, nothing was forgotten: stop its agent, or use --force, after which it begins a new life"
+        )
+    else:
+        for member in ending:
+            await directory.retire(member.incarnation)
+        said = f"{name}: {len(ending)} lives ended" if lives else f"nothing of the name {name} is registered"
+        if live:
+            said += "; an agent that still runs begins a new life and announces all again"
+    is_done = bool(lives) and (is_forced or not live)
+    rows = [_forgotten_row(member, is_done) for member in lives]
+    return Answer({"name": name, "done": is_done, "says": said, "lives": rows}, said, 0 if is_done else 1)
 
 
 def _read_keys(given: list[str]) -> list[bytes]:
@@ -82,19 +168,6 @@ def _read_keys(given: list[str]) -> list[bytes]:
     return keys
 
 
-async def _ask(url: str, keys: list[bytes], question: str) -> list[dict[str, Any]]:
-    directory = RedisDirectory.connect(url, clock=time.monotonic)
-    try:
-        members = await directory.members()
-        if question == "hosts":
-            return [_member_row(member) for member in sorted(members, key=_order)]
-        found = await directory.lookup(keys, LOOKUP_DEADLINE_S)
-    finally:
-        await directory.aclose()
-    names = {member.incarnation: member for member in members}
-    return [_record_row(key, record, names) for key, record in zip(keys, found.records, strict=True)]
-
-
 def _order(member: Member) -> tuple[str, bool, str]:
     registration = member.registration
     is_engine = not isinstance(registration, HostRegistration)
@@ -106,7 +179,7 @@ def _member_row(member: Member) -> dict[str, Any]:
     row = {
         "host": registration.host,
         "engine": None if isinstance(registration, HostRegistration) else registration.engine,
-        "state": _state(member),
+        "state": state_of(member),
         "url": registration.agent_url if isinstance(registration, HostRegistration) else registration.url,
         "models": [] if isinstance(registration, HostRegistration) else list(registration.models),
         "incarnation": member.incarnation.hex(),
@@ -126,7 +199,7 @@ def _record_row(key: bytes, record: bytes | None, members: dict[bytes, Member]) 
             {
                 "holder": _name(member) if member else f"unknown {incarnation.hex()}",
                 "tiers": list(tier_names(mask)),
-                "state": _state(member) if member else "gone",
+                "state": state_of(member) if member else "gone",
             }
         )
     return {"key": key.hex(), "answered": record is not None, "holders": holders}
@@ -137,24 +210,16 @@ def _name(member: Member) -> str:
     return registration.host if isinstance(registration, HostRegistration) else registration.engine
 
 
-def _state(member: Member) -> str:
-    return "retired" if member.retired else "live" if member.is_live else "lapsed"
+def _is_of(member: Member, name: str) -> bool:
+    """Whether it is the host or engine of that name, or an engine of that host."""
+    return name in (member.registration.host, _name(member))
 
 
-def _as_table(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return "nothing is registered"
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_cell, value)) or "-"
-    if isinstance(value, dict):
-        return f"{value['holder']} ({value['state']}): {'+'.join(value['tiers'])}"
-    return "-" if value is None else str(value)
+def _forgotten_row(member: Member, is_done: bool) -> dict[str, Any]:
+    was = state_of(member)
+    return {
+        "holder": _name(member),
+        "incarnation": member.incarnation.hex(),
+        "was": was,
+        "state": "retired" if is_done else was,
+    }

@@ -164,6 +164,18 @@ def test_no_report_is_an_empty_load() -> None:
     assert decode_load(b"") == Load()
 
 
+def test_a_registration_is_decoded_once_however_often_it_is_read() -> None:
+    data = encode_registration(ENGINE)
+    assert decode_registration(data) is decode_registration(bytes(bytearray(data)))
+    assert decode_registration(encode_registration(replace(ENGINE, url="http://other:1"))).url == "http://other:1"
+
+
+@pytest.mark.parametrize("data", [None, 7, "text", [], {}, bytearray(b"{}")], ids=repr)
+def test_a_registration_that_is_no_bytes_is_unreadable(data: object) -> None:
+    with pytest.raises(UnreadableMember):
+        decode_registration(data)  # type: ignore[arg-type]
+
+
 def test_incarnations_are_drawn_at_random() -> None:
     drawn = {draw_incarnation() for _ in range(1000)}
     assert len(drawn) == 1000

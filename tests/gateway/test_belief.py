@@ -56,8 +56,18 @@ def test_when_more_than_half_lapses_it_is_kept_until_a_term_after_its_lapse() ->
     assert belief.lives(100.4) == set(LIVES), "the countdown alone must not empty the fleet either"
     belief.read([row(life, -0.2) for life in LIVES[:5]] + [row(life, 5) for life in LIVES[5:]], 100.5)
     assert belief.excused(100.5) == 5
+    for now in (101, 101.5, 102, 102.5, 103):
+        belief.read([row(life, 100.3 - now) for life in LIVES[:5]] + [row(life, 5) for life in LIVES[5:]], now)
     assert belief.lives(105.2) == set(LIVES)
     assert belief.lives(105.3) == set(LIVES[5:])
+
+
+def test_without_a_table_for_a_term_nobody_is_believed_excused_or_not() -> None:
+    belief = Belief()
+    belief.read([row(life, 0.4) for life in LIVES], 100)
+    assert belief.lives(104.9) == set(LIVES)
+    assert belief.changes_at(104.9) == 105
+    assert belief.lives(105) == frozenset()
 
 
 def test_half_is_not_more_than_half() -> None:
@@ -67,11 +77,22 @@ def test_half_is_not_more_than_half() -> None:
 
 
 def test_lapses_that_come_within_a_renewals_spread_are_taken_together() -> None:
+    belief, left_s = Belief(), {life: 0.15 + 0.1 * number for number, life in enumerate(LIVES[:8])}
+    belief.read([row(life, left) for life, left in left_s.items()], 100)
+    assert belief.lives(100.49) == set(LIVES[4:8]), "half of them isn't more than half"
+    belief.read([row(life, left - 0.5) for life, left in left_s.items()], 100.5)
+    assert belief.lives(100.5) == set(left_s), "with those that are due before the next table it is"
+    belief.read([row(life, left - 1) for life, left in left_s.items()], 101)
+    assert belief.lives(101) == set(left_s)
+
+
+def test_lapses_just_before_the_last_table_count_with_those_after_it() -> None:
     belief = Belief()
-    belief.read([row(life, 0.1 + 0.1 * number) for number, life in enumerate(LIVES)], 100)
-    belief.read([row(life, -0.4 + 0.1 * number) for number, life in enumerate(LIVES)], 100.5)
-    belief.read([row(life, -0.9 + 0.1 * number) for number, life in enumerate(LIVES)], 101)
-    assert belief.lives(101) == set(LIVES)
+    belief.read([row(A, 0.1), row(B, 0.8), row(C, 5), row(LIVES[3], 5)], 100)
+    belief.read([row(A, -0.4), row(B, 0.3), row(C, 5), row(LIVES[3], 0.9)], 100.5)
+    assert belief.lives(100.5) == {B, C, LIVES[3]}
+    belief.read([row(A, -0.9), row(B, -0.2), row(C, 5), row(LIVES[3], 0.4)], 101)
+    assert belief.lives(101) == {A, B, C, LIVES[3]}
 
 
 def test_a_retired_life_is_never_kept() -> None:
@@ -145,7 +166,7 @@ def test_no_decision_uses_a_dead_life_later_than_its_term_plus_one_poll(deaths: 
 
 @settings(max_examples=50)
 @given(deaths=DEATHS, misses=MISSES)
-def test_belief_shrinks_only_at_the_moments_it_names(deaths: list[int], misses: set[int]) -> None:
+def test_between_tables_belief_shrinks_only_and_at_the_moments_it_names(deaths: list[int], misses: set[int]) -> None:
     server, belief = Server(deaths), Belief()
     changes_at, before = 0.0, frozenset[bytes]()
     for step in range(10, 160):
@@ -155,7 +176,7 @@ def test_belief_shrinks_only_at_the_moments_it_names(deaths: list[int], misses: 
             belief.miss(now)
         elif is_poll == 0:
             belief.read(server.table(step), now)
-        if is_poll == 0 or now >= changes_at:
-            before = belief.lives(now)
-            changes_at = belief.changes_at(now)
-        assert belief.lives(now) == before
+        lives = belief.lives(now)
+        assert lives <= before or is_poll == 0
+        assert lives == before or now >= changes_at or is_poll == 0
+        before, changes_at = lives, belief.changes_at(now)

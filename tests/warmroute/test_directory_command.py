@@ -1,11 +1,15 @@
 """`warmroute directory`: hosts and holders, for people and programs."""
 
 import asyncio
+import contextlib
+import io
 import json
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -15,6 +19,7 @@ from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
 from tests.directory.stands import running_valkey
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, engine_registration, host_registration
+from warmroute.cli import main
 
 KEY = bytes(range(16))
 
@@ -38,9 +43,23 @@ async def fill(url: str) -> None:
     await directory.aclose()
 
 
-def ask(url: str, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "warmroute.cli", "directory", *words, "--redis", url]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def ask(url: str, *words: str, stdin: str = "") -> Done:
+    """The command in this process: a Python for each call would take seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        unittest.mock.patch("sys.stdin", io.StringIO(stdin)),
+    ):
+        status = main(["directory", *words, "--redis", url])
+    return Done(status, out.getvalue(), err.getvalue())
 
 
 def test_hosts_and_their_engines_are_listed(url: str) -> None:
@@ -81,6 +100,10 @@ def test_a_wrong_key_is_one_sentence(url: str, key: str) -> None:
     [
         (("lookup",), "lookup needs directory keys"),
         (("hosts", "extra"), "keys are for lookup: hosts takes none, not 'extra'"),
+        (("stats", "extra"), "keys are for lookup: stats takes none, not 'extra'"),
+        (("forget",), "forget needs one name"),
+        (("forget", "a", "b"), "forget needs one name"),
+        (("hosts", "--force"), "--force is for forget, not for hosts"),
     ],
 )
 def test_what_is_missing_or_too_much_is_said(url: str, words: tuple[str, ...], says: str) -> None:
@@ -93,6 +116,71 @@ def test_flags_and_keys_come_in_any_order(url: str) -> None:
     command = [sys.executable, "-m", "warmroute.cli", "directory", "lookup", "--redis", url, KEY.hex(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)[0]["key"] == KEY.hex()
+
+
+def test_statistics_say_what_the_servers_hold(url: str) -> None:
+    said = json.loads(ask(url, "stats", "--json").stdout)
+    records = said["records"]
+    assert (records["about_records"], records["is_exact"], records["sampled"]) == (1, True, 1)
+    assert records["holder_share_by_state"] == {
+        "live": pytest.approx(1 / 3),
+        "lapsed": 0,
+        "retired": pytest.approx(1 / 3),
+        "unknown": pytest.approx(1 / 3),
+    }
+    assert said["lives"]["hosts"] == {"live": 1, "lapsed": 0, "retired": 0}
+    assert said["servers"][0]["warnings"] == []
+    page = {line.split()[0]: line for line in ask(url, "stats").stdout.splitlines() if not line.startswith(" ")}
+    assert list(page) == ["server", "records", "balance", "holders", "lives", "schema", "lookup"]
+    assert "functions current" in page["server"]
+
+
+def test_a_live_host_is_forgotten_by_force_only(url: str) -> None:
+    lives = asyncio.run(join(url, "h9", "e9"))
+    refused = ask(url, "forget", "h9", "--json")
+    assert refused.returncode == 1
+    assert json.loads(refused.stdout)["done"] is False
+    assert states(url, lives) == ["live", "live"]
+    one = ask(url, "forget", "e9", "--force")
+    assert (one.returncode, one.stdout) == (
+        0,
+        "e9: 1 lives ended; an agent that still runs begins a new life and announces all again\n",
+    )
+    assert states(url, lives) == ["live", "retired"]
+    assert ask(url, "forget", "h9", "--force").returncode == 0
+    assert states(url, lives) == ["retired", "retired"]
+    assert ask(url, "forget", "h9").returncode == 0, "what has ended needs no force"
+
+
+def test_a_lapsed_host_is_forgotten_with_its_engines(url: str) -> None:
+    lives = asyncio.run(join(url, "h8", "e8", term_s=0.001))
+    while states(url, lives) != ["lapsed", "lapsed"]:
+        pass
+    done = json.loads(ask(url, "forget", "h8", "--json").stdout)
+    assert [(row["holder"], row["was"], row["state"]) for row in done["lives"]] == [
+        ("h8", "lapsed", "retired"),
+        ("e8", "lapsed", "retired"),
+    ]
+    assert states(url, lives) == ["retired", "retired"]
+
+
+async def join(url: str, host: str, engine: str, term_s: float = 60) -> list[str]:
+    directory = RedisDirectory.connect(url)
+    lives = [draw_incarnation(), draw_incarnation()]
+    await directory.register(lives[0], host_registration(host), HOST_LOAD, term_s)
+    await directory.register(lives[1], engine_registration(engine, host=host), ENGINE_LOAD, term_s)
+    await directory.aclose()
+    return [life.hex() for life in lives]
+
+
+def states(url: str, lives: list[str]) -> list[str]:
+    found = {row["incarnation"]: row["state"] for row in json.loads(ask(url, "hosts", "--json").stdout)}
+    return [found[life] for life in lives]
+
+
+def test_a_name_that_nobody_has_is_not_forgotten(url: str) -> None:
+    done = ask(url, "forget", "nobody")
+    assert (done.returncode, done.stdout) == (1, "nothing of the name nobody is registered\n")
 
 
 def test_a_server_that_does_not_answer_is_one_sentence() -> None:

@@ -1,0 +1,89 @@
+"""How `warmroute directory` shows its answers to people: aligned columns, and a page of statistics."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from directory.server_report import ServerReport
+from directory.statistics import DirectoryStatistics, RecordStatistics
+
+_NO_SHARES = "-"
+
+
+def as_table(rows: list[dict[str, Any]], if_empty: str) -> str:
+    """Rows under their columns' names; lists and holders in a cell."""
+    if not rows:
+        return if_empty
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+    return _aligned(cells)
+
+
+def as_page(statistics: DirectoryStatistics) -> str:
+    """Statistics, a line each; what is estimated says `about`."""
+    lines = [line for server in statistics.servers for line in _server_lines(server)]
+    lines += _record_lines(statistics.records)
+    lives = (f"{role} {_counts(counts)}" for role, counts in statistics.lives.items())
+    lines.append(["lives", "; ".join(lives)])
+    about = "" if statistics.records.is_exact else "about "
+    versions = (f"{version}: {about}{count:,} keys" for version, count in statistics.schema_versions.items())
+    lines.append(["schema", ", ".join(versions) or "nothing is stored"])
+    median, most = statistics.lookup_median_s * 1000, statistics.lookup_max_s * 1000
+    lines.append(["lookup", f"{statistics.lookup_keys} keys: median {median:.2f} ms, at most {most:.2f} ms"])
+    lines += [["refused", text] for text in statistics.refused]
+    return _aligned(lines)
+
+
+def _server_lines(server: ServerReport) -> list[list[str]]:
+    limit = f"of {_megabytes(server.memory_limit_bytes)}" if server.memory_limit_bytes else "without a limit"
+    facts = [
+        server.version or "version unknown",
+        f"{server.role or 'role unknown'} with {server.replicas if server.replicas is not None else '?'} replicas",
+        f"{_megabytes(server.memory_used_bytes)} used {limit} ({server.eviction_policy or 'policy unknown'})",
+        f"{server.keys:,} keys" if server.keys is not None else "keys unknown",
+        f"functions {server.functions or 'unknown'}",
+    ]
+    return [["server", f"{server.name}: {', '.join(facts)}"], *(["warning", text] for text in server.warnings())]
+
+
+def _record_lines(records: RecordStatistics) -> list[list[str]]:
+    about = "" if records.is_exact else "about "
+    size = "" if records.bytes_mean is None else f", {records.bytes_mean:.0f} bytes each"
+    mean = records.about_records / len(records.about_records_by_partition)
+    balance = _NO_SHARES
+    if mean:
+        fullest, emptiest = max(records.about_records_by_partition), min(records.about_records_by_partition)
+        balance = f"partitions hold {emptiest / mean:.0%} to {fullest / mean:.0%} of their mean, {about}{mean:,.0f}"
+    return [
+        ["records", f"{about}{records.about_records:,}{size} ({records.sampled:,} sampled)"],
+        ["balance", balance],
+        ["holders", f"mean {records.holders_mean:.1f}, p99 {records.holders_p99}, at most {records.holders_max}"],
+        ["", f"who: {_shares(records.holder_share_by_state)}"],
+        ["", f"where: {_shares(records.holder_share_by_tier)}"],
+    ]
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def _megabytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / 1e6:,.1f} MB"
+
+
+def _aligned(cells: list[list[str]]) -> str:
+    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value)) or "-"
+    if isinstance(value, dict):
+        return f"{value['holder']} ({value['state']}): {'+'.join(value['tiers'])}"
+    return "-" if value is None else str(value)
