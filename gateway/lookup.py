@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from directory.chunks import usable_chunks
-from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefused
+from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefused, PartitionUnavailable
 from directory.identity import Scope
 from directory.interface import DirectoryReader, Lookup
 from directory.members import EngineRegistration
@@ -140,7 +140,10 @@ class ChunkLookup:
         except BaseException:
             self._breaker.abandoned(lookup)
             raise
-        if not any(isinstance(answer, Lookup) for answer in answers):
+        if any(isinstance(answer, PartitionUnavailable) for answer in answers) and not _has_lookup(answers):
+            self._breaker.abandoned(lookup)  # a short prompt's keys lie on a shard that is down: the others may serve
+            return _join(asked, answers)
+        if not _has_lookup(answers):
             return self._failed(lookup, answers, deadline_s)
         self._breaker.answered()
         self._has_answered = True
@@ -166,6 +169,10 @@ class ChunkLookup:
         if self._breaker.pauses > before:
             self._on_pause()
         return Holders(is_known=False, degraded="gateway_late" if is_excused else "directory_unavailable")
+
+
+def _has_lookup(answers: Sequence[Lookup | DirectoryError]) -> bool:
+    return any(isinstance(answer, Lookup) for answer in answers)
 
 
 def _join(chains: Sequence[ChunkChain], answers: Sequence[Lookup | DirectoryError]) -> Holders:

@@ -16,6 +16,7 @@ from directory.errors import (
 )
 from directory.redis_directory import FIRST_STEP_KEYS, RedisDirectory
 from directory.redis_topology import PARTITION_SLOTS
+from directory.statistics import gather
 from tests.directory.cluster_probes import DEADLINE_S, ONE_OF_EACH, A, found, hold_one_of_each, home, partitions_of
 from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, incarnation, key
@@ -313,3 +314,15 @@ async def test_fleets_are_told_apart_by_their_prefix(cluster: ClusterOfThree, di
     assert b"eu-west.1:v1:{3560}:" + ONE_OF_EACH[0] in keys
     assert b"eu-west.1:{8209}:versions" in keys
     await other.aclose()
+
+
+async def test_statistics_count_every_master(cluster: ClusterOfThree, directory: RedisDirectory) -> None:
+    await directory.register(A, HOST, LOAD)
+    await hold_one_of_each(directory)
+    found = await gather(directory)
+    assert len(found.servers) == 3
+    assert {server.role for server in found.servers} == {"master"}
+    assert found.records.about_records_by_partition == (1,) * 16
+    assert found.records.is_exact
+    assert set(found.schema_versions) == {"v1"}
+    assert not found.refused

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from directory.chunks import pack_tokens
-from directory.errors import DirectoryUnavailable
+from directory.errors import DirectoryUnavailable, PartitionUnavailable
 from directory.identity import UNSCOPED, Scope
 from directory.interface import Lookup
 from directory.members import Member
@@ -46,6 +46,7 @@ class ScriptedReader:
 
     def __init__(self) -> None:
         self.is_down, self.calls = False, 0
+        self.error: type[DirectoryUnavailable] = DirectoryUnavailable
         self.unknown: set[int] = set()
         self.loses_lengths: set[int] = set()
         self.gate: asyncio.Event | None = None
@@ -55,7 +56,7 @@ class ScriptedReader:
         if self.gate is not None:
             await self.gate.wait()
         if self.is_down or len(keys) in self.loses_lengths:
-            raise DirectoryUnavailable("down on purpose")
+            raise self.error("down on purpose")
         record = pack_holders([(LIFE, int(Tier.DRAM))])
         return Lookup(tuple(None if place in self.unknown else record for place in range(len(keys))))
 
@@ -134,6 +135,17 @@ async def test_a_partial_answer_is_no_failure() -> None:
     for _ in range(FAILURES_MAX + 1):
         assert (await lookup.find(chains, 0.05)).degraded == "partial_directory"
     assert lookup.pauses == 0
+
+
+async def test_short_prompts_whose_shard_is_down_are_no_reason_to_pause() -> None:
+    reader, clock = ScriptedReader(), Clock()
+    reader.is_down, reader.error = True, PartitionUnavailable
+    lookup = ChunkLookup(reader, clock)
+    for _ in range(2 * FAILURES_MAX):
+        found = await lookup.find(chains_of([view("a")], TOKENS, UNSCOPED), 0.05)
+        assert (found.matches, found.is_known, found.degraded) == ({}, True, "partial_directory")
+    assert lookup.pauses == 0
+    assert reader.calls == 2 * FAILURES_MAX
 
 
 async def test_after_the_pause_one_lookup_probes_and_the_others_go_without() -> None:
