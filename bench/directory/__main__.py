@@ -61,12 +61,13 @@ async def _measure(server: Server, setting: Setting) -> report.ServerReport:
     chance = random.Random(SEED)
     packed, pipeline, loop = PackedRecords(server), HashPipeline(server), HashLoop(server)
     layouts: tuple[Layout, ...] = (packed, pipeline, loop)
+    loaders: tuple[Layout, ...] = (packed, pipeline)
     async with contextlib.AsyncExitStack() as stack:
         for layout in layouts:
             stack.push_async_callback(layout.aclose)
-        found = await lookups.measure_lookups(server, layouts, setting.cases, setting.rounds, chance)
+        found = await lookups.measure_lookups(server, loaders, layouts, setting.cases, setting.rounds, chance)
         placed = await placements.measure_placements(server, packed, placements.CASES, setting.rounds, chance)
-        memory = measure_memory(server, (packed, pipeline), setting.memory_chunks, chance)
+        memory = measure_memory(server, loaders, setting.memory_chunks, chance)
         large = await measure_large(server, packed, setting.large_chunks, setting.rounds, chance)
     targets = report.targets_of(found, placed, memory, packed.name)
     return report.ServerReport(server.name, found, placed, memory, large, targets)

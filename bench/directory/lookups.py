@@ -69,14 +69,19 @@ class _Series:
 
 
 async def measure_lookups(
-    server: Server, layouts: Sequence[Layout], cases: Sequence[LookupCase], rounds: int, chance: random.Random
+    server: Server,
+    loaders: Sequence[Layout],
+    layouts: Sequence[Layout],
+    cases: Sequence[LookupCase],
+    rounds: int,
+    chance: random.Random,
 ) -> list[LookupRow]:
-    """Load every case in every layout, then look up by all of them in turn, round after round."""
+    """Load every case by every one of `loaders`, then look up by all `layouts` in turn, round after round."""
     prompts = {case: prompts_of(chance, case.prompts, case.chunks, case.holders, case.varied) for case in cases}
     for each in prompts.values():
         keys, records = list(itertools.chain(*each.keys)), list(itertools.chain(*each.records))
-        for layout in layouts:
-            layout.load(keys, records)
+        for loader in loaders:
+            loader.load(keys, records)
     return await measure_prompts(server, layouts, prompts, rounds)
 
 

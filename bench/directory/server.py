@@ -99,13 +99,17 @@ def servers_found() -> list[str]:
     return [*found, installed] if installed else found
 
 
+def _options(port: int, folder: str) -> list[str]:
+    """Nothing is kept, and a flush frees its memory before it answers: else that would fall into the next figure."""
+    private = ["--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
+    return [*private, "--save", "", "--appendonly", "no", "--lazyfree-lazy-user-flush", "no"]
+
+
 def _start(binary: str, folder: str) -> tuple["subprocess.Popen[bytes]", int]:
     for _ in range(START_TRIES_MAX):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port: int = listener.getsockname()[1]
-        options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder)
-        options += ("--lazyfree-lazy-user-flush", "no")  # A flush that returns early would hide in the next figure.
-        process = _spawn([binary, *options])
+        process = _spawn([binary, *_options(port, folder)])
         if _answers(process, port):
             return process, port
         _stop(process)
