@@ -22,20 +22,24 @@ TTL_S = 7200.0
 class PlacementCase:
     """A writer that places chunks beside `others` holders, in a fleet of `known` lives (for pruning).
 
-    `new`: chunks that it hasn't placed before; else it says again what it said.
+    Round after round it places chunks that are new to it (`new`), says of the same chunks what it said (`again`), or
+    that they moved to another tier (`moved`). Where there are several holders, they stand in another order in each
+    record, unless `alike`.
     """
 
     name: str
     others: int
     known: int
-    new: bool
+    kind: str
+    alike: bool = False
 
 
 CASES = (
-    PlacementCase("a new chunk", others=0, known=64, new=True),
-    PlacementCase("beside 1 holder, again", others=1, known=64, new=False),
-    PlacementCase("beside 15 holders, again", others=15, known=64, new=False),
-    PlacementCase("a new chunk, 1,000 lives", others=0, known=1000, new=True),
+    PlacementCase("a new chunk", others=0, known=64, kind="new"),
+    PlacementCase("a new chunk, 1,000 lives", others=0, known=1000, kind="new"),
+    PlacementCase("beside 1 holder, moved", others=1, known=64, kind="moved"),
+    PlacementCase("beside 15 holders, moved", others=15, known=64, kind="moved"),
+    PlacementCase("beside 15 holders alike, again", others=15, known=64, kind="again", alike=True),
 )
 
 
@@ -73,20 +77,28 @@ class _Writer:
     def batches(self) -> list[Batch]:
         """A batch for each partition, with the next attempt's number."""
         self.attempt += 1
-        if self.case.new:
+        if self.case.kind == "new":
             self.keys = self._drawn()
+        tier = Tier.NVME if self.case.kind == "moved" and self.attempt % 2 else Tier.DRAM
         return [
             Batch(
                 incarnation=self.lives[0],
                 partition=partition,
                 attempt=self.attempt,
-                states=tuple((key, int(Tier.DRAM)) for key in keys),
+                states=tuple((key, int(tier)) for key in keys),
                 ttl_s=TTL_S,
                 known=frozenset(self.lives),
                 acknowledged=LOST if self.attempt == 1 else self.attempt - 1,
             )
             for partition, keys in enumerate(self.keys)
         ]
+
+    def others(self) -> bytes:
+        """What a record holds beside this life; empty where there is nobody else."""
+        lives = self.lives[1 : 1 + self.case.others]
+        if not self.case.alike:
+            self.chance.shuffle(lives)
+        return pack_holders((life, int(Tier.DRAM)) for life in lives)
 
     def _drawn(self) -> list[tuple[bytes, ...]]:
         drawn = random_keys(self.chance, BATCH_PLACEMENTS_MAX * PARTITIONS)
@@ -105,10 +117,9 @@ async def measure_placements(
     """Every case in turn, a batch for each partition, round after round."""
     writers = [_Writer(case, chance) for case in cases]
     for writer in writers:
-        others = pack_holders((life, int(Tier.DRAM)) for life in writer.lives[1 : 1 + writer.case.others])
-        if others:
+        if writer.case.others:
             keys = [key for part in writer.keys for key in part]
-            packed.load(keys, [others] * len(keys))
+            packed.load(keys, [writer.others() for _ in keys])
         for batch in writer.batches():
             await packed.directory.place(batch)
     for _ in range(rounds):
