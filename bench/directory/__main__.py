@@ -52,7 +52,7 @@ def main() -> None:
         with running_server(binary) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             reports.append(runner.run(_measure(server, setting)))
         if not options.json:
-            print(report.as_text(reports[-1]))
+            print(report.as_text(reports[-1]), flush=True)
     if options.json:
         print(json.dumps({"rounds": setting.rounds, "servers": [asdict(each) for each in reports]}, indent=1))
 
