@@ -60,6 +60,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m bench.first_light
+	$(BIN)/python -m bench.directory
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
