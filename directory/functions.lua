@@ -8,38 +8,6 @@ local SWEEP_INTERVAL_MS = 60000
 
 -- Placements ---------------------------------------------------------------------------------------------------------
 
--- Expiry is only ever raised: two writers share a record, and the longer promise holds.
-local function set_and_raise_expiry(key, value, existed, ttl_ms)
-  local left_ms = existed and redis.call('PTTL', key) or 0
-  redis.call('SET', key, value, 'PX', string.format('%.0f', math.max(left_ms, ttl_ms)))
-end
-
--- The holders in `record` that stay: not those of the writer, not of the life it leaves behind, not unknown ones.
-local function kept_holders(record, batch)
-  local kept = {}
-  for start = 1, #record - HOLDER_BYTES + 1, HOLDER_BYTES do
-    local holder = string.sub(record, start, start + INCARNATION_BYTES - 1)
-    local gone = holder == batch.incarnation or holder == batch.replaces
-    if not gone and (batch.known == nil or batch.known[holder]) then
-      kept[#kept + 1] = string.sub(record, start, start + HOLDER_BYTES - 1)
-    end
-  end
-  return kept
-end
-
-local function write(key, mask, batch)
-  local record = redis.call('GET', key)
-  local kept = record and kept_holders(record, batch) or {}
-  if mask ~= '\0' then
-    kept[#kept + 1] = batch.incarnation .. mask
-  end
-  if #kept > 0 then
-    set_and_raise_expiry(key, table.concat(kept), record, batch.ttl_ms)
-  elseif record then
-    redis.call('DEL', key)
-  end
-end
-
 -- nil where nothing is to be pruned, else the set of incarnations that may stay.
 local function known_set(prune, packed)
   if prune ~= '1' then
@@ -52,30 +20,107 @@ local function known_set(prune, packed)
   return known
 end
 
+-- `record` without the life that the writer leaves behind, without unknown ones and without a torn end.
+local function pruned(record, batch)
+  local kept = {}
+  for start = 1, #record - HOLDER_BYTES + 1, HOLDER_BYTES do
+    local life = string.sub(record, start, start + INCARNATION_BYTES - 1)
+    if life ~= batch.replaces and (batch.known == nil or batch.known[life]) then
+      kept[#kept + 1] = string.sub(record, start, start + HOLDER_BYTES - 1)
+    end
+  end
+  return table.concat(kept)
+end
+
+-- `record` with the writer's holder as it is now ('' for none), in the order of incarnations, so that the records of
+-- chunks with the same holders have equal bytes. Most records need no pruning: that is found out on the way.
+local function updated(record, holder, batch)
+  local own, replaces, known = batch.incarnation, batch.replaces, batch.known
+  if #record % HOLDER_BYTES ~= 0 then
+    return updated(pruned(record, batch), holder, batch)
+  end
+  local place_at, own_bytes = nil, 0
+  for start = 1, #record, HOLDER_BYTES do
+    local life = string.sub(record, start, start + INCARNATION_BYTES - 1)
+    if life == own then
+      place_at, own_bytes = start, HOLDER_BYTES
+    elseif life == replaces or (known and not known[life]) then
+      return updated(pruned(record, batch), holder, batch)
+    elseif not place_at and own < life then
+      place_at = start
+    end
+  end
+  place_at = place_at or #record + 1
+  return string.sub(record, 1, place_at - 1) .. holder .. string.sub(record, place_at + own_bytes)
+end
+
+-- `updated`, once for all chunks of a batch that had the same record; the known lives are unpacked when first needed.
+local function updated_once(record, mask, batch)
+  local seen = batch.seen[mask]
+  if not seen then
+    seen = {}
+    batch.seen[mask] = seen
+  end
+  local value = seen[record]
+  if not value then
+    if not batch.is_known_read then
+      batch.known, batch.is_known_read = known_set(batch.prune, batch.packed_known), true
+    end
+    value = updated(record, mask == '\0' and '' or batch.incarnation .. mask, batch)
+    seen[record] = value
+  end
+  return value
+end
+
+-- Expiry is only ever raised: two writers share a record, and the longer promise holds.
+-- `record` is what MGET said: false also for a key that holds no string, and then GET raises what MGET hid.
+local function write(key, record, mask, batch)
+  if not record then
+    if mask == '\0' or redis.call('SET', key, batch.incarnation .. mask, 'NX', 'PX', batch.ttl_text) then
+      return
+    end
+    record = redis.call('GET', key)
+  end
+  local value = updated_once(record, mask, batch)
+  if value == '' then
+    redis.call('DEL', key)
+  elseif value == record then
+    redis.call('PEXPIRE', key, batch.ttl_text, 'GT')
+  else
+    local left_ms = redis.call('PTTL', key)
+    redis.call('SET', key, value, 'PX', left_ms > batch.ttl_ms and left_ms or batch.ttl_text)
+  end
+end
+
 -- keys: the attempts key, then one record a state.
 -- args: incarnation, attempt, ttl in ms, one mask byte a state, the life left behind or '', prune '0' or '1', the
 -- known incarnations joined, the last attempt that was acknowledged.
 -- Returns the attempt held before; -1 for none, or where this partition has lost writes of this incarnation: the loss
 -- is remembered ('!' before the number), as the attempt that met it may be one whose answer never arrived.
 local function place(keys, args)
-  local attempt, ttl_ms = tonumber(args[2]), tonumber(args[3])
   local before = redis.call('GET', keys[1])
   local mark, number = string.match(before or '', '^(!?)(%d+)$')
   local held = tonumber(number or LOST)
-  if attempt <= held then
+  if tonumber(args[2]) <= held then
     return mark == '!' and LOST or held
   end
   local batch = {
     incarnation = args[1],
-    ttl_ms = ttl_ms,
+    ttl_text = args[3],
+    ttl_ms = tonumber(args[3]),
     replaces = args[5],
-    known = known_set(args[6], args[7]),
+    prune = args[6],
+    packed_known = args[7],
+    seen = {},
   }
-  for index = 2, #keys do
-    write(keys[index], string.sub(args[4], index - 1, index - 1), batch)
+  local records = #keys > 1 and redis.call('MGET', unpack(keys, 2)) or {}
+  for index = 1, #keys - 1 do
+    write(keys[index + 1], records[index], string.sub(args[4], index, index), batch)
   end
   local lost_writes = mark == '!' or held < tonumber(args[8])
-  set_and_raise_expiry(keys[1], (lost_writes and '!' or '') .. args[2], before, ttl_ms)
+  local left_ms = before and redis.call('PTTL', keys[1]) or 0
+  local longer_ms = left_ms > batch.ttl_ms and left_ms or batch.ttl_text
+  redis.call('SET', keys[1], (lost_writes and '!' or '') .. args[2], 'PX', longer_ms)
   return lost_writes and LOST or held
 end
 

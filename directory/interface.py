@@ -39,8 +39,8 @@ LOST = -1
 class Batch:
     """Newest states of keys of one partition, sent by one incarnation.
 
-    `states` are (directory key, tier mask) pairs, at most `BATCH_PLACEMENTS_MAX`; a mask of zero removes. `known`:
-    every incarnation that is live or was retired or lapsed within ten minutes; holders of others are pruned from the
+    `states` are (directory key, tier mask) pairs, each key once, at most `BATCH_PLACEMENTS_MAX`; a mask of zero
+    removes. `known`: every incarnation that is live or was retired or lapsed within ten minutes; holders of others are pruned from the
     records touched (`None`: don't prune). `replaces`: the life that a walk leaves behind; its entries go from the same
     records. `ttl_s`: the records' expiry is raised to this, never lowered. `acknowledged`: the last number that this
     partition acknowledged to this incarnation, by which the server itself notices that it lost writes.
@@ -57,6 +57,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         assert len(self.states) <= BATCH_PLACEMENTS_MAX, "a batch is bounded"
+        assert len(dict(self.states)) == len(self.states), "a batch says one thing of a key"
         assert all(partition_of(key) == self.partition for key, _ in self.states), "a batch is for one partition"
 
 

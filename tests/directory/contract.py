@@ -1,6 +1,7 @@
 """What every directory promises (`directory/interface.py`): tests for whoever has a `stand` fixture."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -300,6 +301,10 @@ class TestPlacements:
     async def test_a_batch_of_the_wrong_partition_is_a_bug(self) -> None:
         with pytest.raises(AssertionError):
             batch(A, 0, {key(1, partition=3): 1, key(1, partition=4): 1})
+
+    async def test_a_batch_says_one_thing_of_a_key(self) -> None:
+        with pytest.raises(AssertionError, match="one thing"):
+            replace(batch(A, 0, {K1: 2}), states=((K1, 2), (K1, 0)))
 
     async def test_a_batch_is_bounded(self) -> None:
         with pytest.raises(AssertionError):
