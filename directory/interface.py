@@ -40,10 +40,10 @@ class Batch:
     """Newest states of keys of one partition, sent by one incarnation.
 
     `states` are (directory key, tier mask) pairs, each key once, at most `BATCH_PLACEMENTS_MAX`; a mask of zero
-    removes. `known`: every incarnation that is live or was retired or lapsed within ten minutes; holders of others are pruned from the
-    records touched (`None`: don't prune). `replaces`: the life that a walk leaves behind; its entries go from the same
-    records. `ttl_s`: the records' expiry is raised to this, never lowered. `acknowledged`: the last number that this
-    partition acknowledged to this incarnation, by which the server itself notices that it lost writes.
+    removes. `known`: every incarnation that is live or was retired or lapsed within ten minutes; holders of others are
+    pruned from the records touched (`None`: don't prune). `replaces`: the life that a walk leaves behind; its entries
+    go from the same records. `ttl_s`: the records' expiry is raised to this, never lowered. `acknowledged`: the last
+    number that this partition acknowledged to this incarnation, by which the server itself notices that it lost writes.
     """
 
     incarnation: bytes
