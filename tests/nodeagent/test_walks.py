@@ -309,12 +309,12 @@ async def test_of_a_walk_one_batch_is_in_flight_and_it_rests_between_them():
         stage.directory.delay_s, stage.directory.most_in_flight = 0.01, 0
         stage.publisher.doubt("calendar")
         began_at = stage.time.now
-        await stage.time.advance(SETTLE_S + PARTITIONS * 3 * (0.01 + 0.1) + 1)
+        await stage.time.advance(SETTLE_S + PARTITIONS * 3 * (0.01 + 0.025) + 1)
         assert stage.walks("calendar") == 1
         assert stage.directory.most_in_flight == 1
         walked_at = [at for at, batch in stage.directory.tried if at > began_at and batch.states]
         assert len(walked_at) == 3 * PARTITIONS
-        assert min(later - at for at, later in pairwise(walked_at)) == pytest.approx(0.11)
+        assert min(later - at for at, later in pairwise(walked_at)) == pytest.approx(0.035)
 
 
 async def test_a_fleet_that_lost_its_directory_at_one_moment_does_not_walk_in_step():
