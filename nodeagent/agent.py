@@ -30,11 +30,13 @@ from nodeagent.publisher import Publisher
 from nodeagent.registration import Clock, FleetTable, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
+from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.dram import DramTier, Withdrawn
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.nvme import NvmeTier
 from nodeagent.tiers.promotion import LowerTier, NoLowerTier, Promotion, status_of
 from nodeagent.tiers.restore import restore
+from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 
 WITHDRAW_WAIT_S = 0.05
 HOST_KEYS_MAX = 16_000_000
@@ -92,6 +94,7 @@ class Agent:
         self._files = FileShelf()
         self._store = FolderStore(str(config.nvme.path)) if config.nvme.path is not None else None
         self._nvme: NvmeTier | None = None
+        self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion
         self._nvme_writing: asyncio.Task[None]
@@ -231,9 +234,8 @@ class Agent:
         nvme = self._nvme = NvmeTier(
             self._store, self._config.nvme.quota_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
         )
-        promotion = self._lower = self._promotion = Promotion(
-            self._tier, nvme, group, self._metrics, writes_through=self._config.nvme.write == "through"
-        )
+        admission = Admission(WRITE_POLICIES[self._config.nvme.write], self._pins, self._tier, nvme)
+        promotion = self._lower = self._promotion = Promotion(self._tier, nvme, admission, group, self._metrics)
         self._tier.on_stored = promotion.note_stored
         self._nvme_writing = group.create_task(nvme.run())
         return [group.create_task(restore(nvme, self._metrics)), group.create_task(promotion.run())]

@@ -6,13 +6,17 @@ comes from (file, `WARMROUTE_*` variables, flags) is none of this module's busin
 
 import socket
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from nodeagent.publisher import WALK_INTERVAL_S
+from nodeagent.tiers.write_policy import PINS_MAX
 
 GB = 1e9
+
+DirectoryKeyHex = Annotated[str, StringConstraints(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
 
 
 class Section(BaseModel):
@@ -77,8 +81,14 @@ class NvmeConfig(Section):
     gb: float | None = Field(
         None, gt=0, le=1e6, description="Quota of the folder in GB (10^9 bytes), with what was there before."
     )
-    write: Literal["hit", "through"] = Field(
-        "hit", description="hit: what was hit in DRAM is written; through: every chunk."
+    write: Literal["hit", "through", "demote"] = Field(
+        "hit",
+        description="When a chunk is written: hit, once hit in DRAM; through, at once; demote, before DRAM evicts it.",
+    )
+    pinned: tuple[DirectoryKeyHex, ...] = Field(
+        (),
+        max_length=PINS_MAX,
+        description="Directory keys in hex; their chunks and all that follow them are written whatever `write` says.",
     )
 
     @field_validator("path", mode="before")

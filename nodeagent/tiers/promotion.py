@@ -17,6 +17,7 @@ from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.dram import DramTier
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
 from nodeagent.tiers.nvme import CLOSE_WAIT_MAX_S, NvmeTier
@@ -128,16 +129,16 @@ class _Load:
 
 
 class Promotion:
-    """Moves chunks from `nvme` to `dram`. `group` holds the loads; `writes_through` has every put written to disk."""
+    """Moves chunks from `nvme` to `dram`. `group` holds the loads; `admission` is the other way."""
 
     def __init__(
-        self, dram: DramTier, nvme: NvmeTier, group: asyncio.TaskGroup, metrics: AgentMetrics, *, writes_through: bool
+        self, dram: DramTier, nvme: NvmeTier, admission: Admission, group: asyncio.TaskGroup, metrics: AgentMetrics
     ) -> None:
         self._dram = dram
         self._nvme = nvme
+        self._admission = admission
         self._group = group
         self._metrics = metrics
-        self._writes_through = writes_through
         self._loads: dict[bytes, _Load] = {}
         self._hints: dict[bytes, None] = {}
         self._wake = asyncio.Event()
@@ -149,7 +150,8 @@ class Promotion:
         return len(self._loads)
 
     def meet(self, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome | None:
-        """See `LowerTier`."""
+        """See `LowerTier`. A put that is let in takes a slot next."""
+        self._admission.note_slot_taken()
         return self._nvme.meet(label, length, checksum)
 
     def learn(self, label: ChunkLabel) -> None:
@@ -177,20 +179,18 @@ class Promotion:
         return run
 
     def note_hit(self, keys: Sequence[bytes]) -> None:
-        """See `LowerTier`: what was hit in DRAM is worth writing, and its copy on disk worth keeping."""
+        """See `LowerTier`: what was hit in DRAM may be worth writing, and its copy on disk is worth keeping."""
         hierarchy = self._dram.hierarchy
         if hierarchy is None:
             return
         last = next((key for key in reversed(keys) if self._nvme.index.get(key) is not None), None)
         if last is not None:
             self._nvme.index.touch(last)
-        for key in keys:
-            self._nvme.offer(hierarchy, key)
+        self._admission.note_hit(keys)
 
     def note_stored(self, key: bytes) -> None:
         """See `LowerTier`."""
-        if self._writes_through and self._dram.hierarchy is not None:
-            self._nvme.offer(self._dram.hierarchy, key)
+        self._admission.note_stored(key)
 
     def prefetch(self, directory_keys: Sequence[bytes]) -> int:
         """See `LowerTier`. At most half of the slots are asked for at a time: more would evict one another."""
@@ -274,6 +274,7 @@ class Promotion:
         if len(self._loads) >= LOADS_MAX:
             self._metrics.admission_refused.labels("nvme_reads_full").inc()
             return None
+        self._admission.note_slot_taken()
         granted = hierarchy.reserve(entry.label, entry.length, entry.checksum, self, entry.identity)
         if granted.evicted:
             self._metrics.evictions.labels(DRAM, "demand").inc(granted.evicted)

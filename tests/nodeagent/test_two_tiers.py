@@ -13,6 +13,7 @@ from directory.tiers import Tier
 from nodeagent.messages import PutOutcome
 from nodeagent.tiers.chunk_file import HEADER_BYTES, name_of
 from nodeagent.tiers.promotion import PREFETCH_WORKERS
+from nodeagent.tiers.write_policy import WRITE_POLICIES
 from tests.nodeagent.running import storage_key
 from tests.nodeagent.tiers_by_hand import FILE_BYTES, FILES, LONG_S, NO_TIME_S, SLOTS, Host, checksum_of, chunk
 
@@ -29,17 +30,17 @@ HOLDERS = st.sampled_from(["p", "q"])
 class TwoTiers(RuleBasedStateMachine):
     """Puts, runs, hints, deaths, restarts, damaged files, a failing drive. The model is what each name stands for."""
 
-    @initialize(writes_through=st.booleans(), is_cold=st.booleans())
-    def begin(self, writes_through, is_cold):
+    @initialize(write=st.sampled_from(sorted(WRITE_POLICIES)), is_cold=st.booleans())
+    def begin(self, write, is_cold):
         """The disk is full at first, and DRAM is, or is empty as after a restart."""
-        self.host = Host(writes_through=True)
+        self.host = Host(write="through")
         self.damaged = set()
         for name in ALL[:FILES]:
             self.puts(name, "p", "commit")
             self.host.run(self.host.rest())
         if is_cold:
             self.restarts()
-        self.host.promotion._writes_through = self.host.writes_through = writes_through
+        self.host.write_by(write)
 
     def teardown(self):
         if not hasattr(self, "host"):
@@ -249,7 +250,7 @@ TestTwoTiers.settings = settings(
 @pytest.fixture
 def host():
     """Chunks `c0` to `c5` are on disk, and DRAM is empty."""
-    host = Host(writes_through=True)
+    host = Host(write="through")
     for name in ALL[:FILES]:
         put(host, name)
         host.run(host.rest())
@@ -269,7 +270,7 @@ def served(host):
 
 
 def test_a_runs_own_chunks_in_dram_are_spared_while_its_beginning_is_read(host):
-    host.promotion._writes_through = False
+    host.write_by("hit")
     for name in ("c6", "c20", "c30", "c40"):
         put(host, name)
     host.begin_open(["c4", "c5", "c6"], "p", LONG_S)

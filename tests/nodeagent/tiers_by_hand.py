@@ -19,6 +19,7 @@ from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
 from nodeagent.tiers.dram import DramTier
@@ -26,6 +27,7 @@ from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.nvme import NvmeTier
 from nodeagent.tiers.promotion import Promotion
 from nodeagent.tiers.restore import restore
+from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 from tests.nodeagent.running import label, payload, storage_key
 
 LENGTH = PAGE_BYTES
@@ -121,10 +123,10 @@ class Served:
 class Host:
     """One host, its clients `p` and `q`, and what its publisher has heard. Drive it through `run`."""
 
-    def __init__(self, *, writes_through: bool) -> None:
+    def __init__(self, *, write: str) -> None:
         self.folder = tempfile.mkdtemp()
         self.store = FaultyStore(self.folder)
-        self.writes_through = writes_through
+        self.write = write
         self.runner = asyncio.Runner()
         self.rotten: set[tuple[int, int]] = set()
         self.run(self.start())
@@ -163,7 +165,8 @@ class Host:
             write_pause_s=0.0,
         )
         self.nvme._readers, self.nvme._writer = self.readers, self.writer
-        self.promotion = Promotion(self.dram, self.nvme, group, self.metrics, writes_through=self.writes_through)
+        self.admission = Admission(WRITE_POLICIES[self.write], Pins(), self.dram, self.nvme)
+        self.promotion = Promotion(self.dram, self.nvme, self.admission, group, self.metrics)
         self.dram.on_stored = self.promotion.note_stored
         self.writing = group.create_task(self.nvme.run())
         self.hinting = group.create_task(self.promotion.run())
@@ -184,6 +187,11 @@ class Host:
         self.store.close()
         await self.group.__aexit__(None, None, None)
         assert len(asyncio.all_tasks()) == 1, "no task is left"
+
+    def write_by(self, write: str) -> None:
+        """Another write policy, from now on and after restarts."""
+        self.write = write
+        self.admission.policy = WRITE_POLICIES[write]
 
     def heard(self, tier: Tier, key: bytes, mask: int) -> None:
         assert mask in (0, int(tier))
