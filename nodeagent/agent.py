@@ -31,8 +31,9 @@ from nodeagent.registration import Clock, FleetTable, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
 from nodeagent.tiers.admission import Admission
+from nodeagent.tiers.budgeted_store import BudgetedStore
 from nodeagent.tiers.dram import DramTier, Withdrawn
-from nodeagent.tiers.file_store import FolderStore
+from nodeagent.tiers.file_store import FolderStore, Store
 from nodeagent.tiers.nvme import NvmeTier
 from nodeagent.tiers.promotion import LowerTier, NoLowerTier, Promotion, status_of
 from nodeagent.tiers.restore import restore
@@ -92,7 +93,8 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
-        self._store = FolderStore(str(config.nvme.path)) if config.nvme.path is not None else None
+        self._budgeted: list[BudgetedStore] = []
+        self._store = self._make_store()
         self._nvme: NvmeTier | None = None
         self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
         self._lower: LowerTier = NoLowerTier()
@@ -133,7 +135,7 @@ class Agent:
                     "references": hierarchy.open_references if hierarchy is not None else 0,
                     "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
                 },
-                **({Tier.NVME.label: status_of(nvme, self._promotion)} if nvme is not None else {}),
+                **({Tier.NVME.label: self._nvme_status(nvme)} if nvme is not None else {}),
             },
             "engines": [
                 {
@@ -224,6 +226,7 @@ class Agent:
             self.status,
             self._lower.prefetch,
             partial(reset_prefix_cache, self._roster, self._follower),
+            self._pins if self._nvme is not None else None,
         )
         return HttpServer(api, listener)
 
@@ -249,6 +252,37 @@ class Agent:
     def _close_store(self) -> None:
         if self._store is not None and not self.has_hanging_threads:
             self._store.close()
+
+    def _nvme_status(self, nvme: NvmeTier) -> dict[str, Any]:
+        return status_of(nvme, self._promotion) | {
+            "write": self._config.nvme.write,
+            "pinned_keys": len(self._pins),
+            "write_budgets": [
+                {
+                    "drive": each.drive,
+                    "bytes_per_day": each.day_bytes,
+                    "bytes_available": each.available_bytes,
+                    "bytes_written_today": each.written_today_bytes,
+                }
+                for each in self._budgeted
+            ],
+        }
+
+    def _make_store(self) -> Store | None:
+        nvme = self._config.nvme
+        if nvme.path is None:
+            return None
+        drive, store = str(nvme.path), FolderStore(str(nvme.path))
+        if nvme.day_bytes is None:
+            logger.info("writes to %s have no endurance budget: nvme.capacity_gb and nvme.dwpd aren't given", drive)
+            return store
+        budgeted = BudgetedStore(store, drive, drive, nvme.day_bytes)
+        self._budgeted.append(budgeted)
+        metrics = self._metrics
+        metrics.write_budget_day_bytes.labels(drive).set(nvme.day_bytes)
+        metrics.write_budget_bytes.labels(drive).set_function(lambda: budgeted.available_bytes)
+        metrics.written_today_bytes.labels(drive).set_function(lambda: budgeted.written_today_bytes)
+        return budgeted
 
     def _nvme_rate(self) -> float:
         assert self._nvme is not None, "asked for only where the tier is"

@@ -91,6 +91,16 @@ class NvmeConfig(Section):
         description="Directory keys in hex; their chunks and all that follow them are written whatever `write` says.",
     )
 
+    capacity_gb: float | None = Field(
+        None, gt=0, le=1e6, description="The drive's rated capacity in GB (10^9 bytes), for its endurance budget."
+    )
+    dwpd: float | None = Field(
+        None,
+        gt=0,
+        le=1e3,
+        description="Its rated drive writes per day: capacity_gb x dwpd bounds the writes of 24 hours; none: no limit.",
+    )
+
     @field_validator("path", mode="before")
     @classmethod
     def _is_not_empty(cls, path: object) -> object:
@@ -106,10 +116,25 @@ class NvmeConfig(Section):
             raise ValueError("path must be given with gb: a quota needs a folder")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_whole_rating(self) -> Self:
+        if (self.capacity_gb is None) != (self.dwpd is None):
+            raise ValueError("capacity_gb and dwpd must be given together: their product is the daily budget")
+        if self.dwpd is not None and self.path is None:
+            raise ValueError("path must be given with dwpd: a budget needs a drive")
+        return self
+
     @property
     def quota_bytes(self) -> int:
         """The quota in bytes; 0 without the tier."""
         return round((self.gb or 0.0) * GB)
+
+    @property
+    def day_bytes(self) -> int | None:
+        """The drive's endurance budget in bytes a day; `None` for no limit."""
+        if self.capacity_gb is None or self.dwpd is None:
+            return None
+        return round(self.capacity_gb * self.dwpd * GB)
 
 
 class AgentConfig(Section):

@@ -5,6 +5,7 @@ AgentError
 ├─ ChunkCorrupt        a chunk's bytes or header aren't what they should be: a miss, and the copy goes
 │  └─ ChunkForeign     written by another version, or encrypted with a key that isn't here
 ├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
+├─ BudgetSpent         a drive may not be written any more for now: its endurance budget is used up
 ├─ PinsFull            more keys would be pinned than can be
 ├─ DoorUnavailable     the door's socket can't be opened: a live agent listens there, or the path isn't usable
 ├─ DoorProtocolError   what came through the door isn't a message; the connection is closed, the agent lives
@@ -30,6 +31,10 @@ class ChunkForeign(ChunkCorrupt):
 
 class ChunkConflict(AgentError):
     """A chunk's key is taken by other bytes."""
+
+
+class BudgetSpent(AgentError):
+    """A drive's endurance budget doesn't hold the bytes of a write; nothing was written."""
 
 
 class PinsFull(AgentError):

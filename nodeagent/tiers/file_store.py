@@ -87,10 +87,14 @@ class Store(Protocol):
         """Let it go. Nobody uses the store any more."""
         ...
 
+    def may_write(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be written now. Never blocks; a write a moment later may still be refused."""
+        ...
+
     def put(self, header: FileHeader, payload: memoryview) -> bool:
         """Store a chunk; `False` where the same bytes are there already. What fails leaves nothing.
 
-        Raises `ChunkConflict` where other bytes are stored under the key.
+        Raises `ChunkConflict` where other bytes are stored under the key, and `BudgetSpent`.
         """
         ...
 
@@ -99,7 +103,7 @@ class Store(Protocol):
         ...
 
     def update_label(self, label: ChunkLabel) -> None:
-        """Write a chunk's label into its header. Raises `ChunkCorrupt`."""
+        """Write a chunk's label into its header. Raises `ChunkCorrupt`, and `BudgetSpent`."""
         ...
 
     def remove(self, name: bytes) -> None:
@@ -148,6 +152,10 @@ class FolderStore:
             os.close(self._root_fd)
             os.close(self._lock_fd)
             self._root_fd = self._lock_fd = -1
+
+    def may_write(self, size_bytes: int) -> bool:
+        """See `Store`. The quota is the tier's; nothing else bounds what is written here."""
+        return True
 
     def put(self, header: FileHeader, payload: memoryview) -> bool:
         """See `Store`. Whatever else stands at the chunk's place is replaced, a folder aside."""

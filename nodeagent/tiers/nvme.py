@@ -20,7 +20,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import xxhash
 
 from directory.tiers import Tier
-from nodeagent.errors import ChunkConflict, ChunkCorrupt
+from nodeagent.errors import BudgetSpent, ChunkConflict, ChunkCorrupt
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
@@ -137,6 +137,8 @@ class NvmeTier:
             self._refuse("nvme_paused")
         elif len(self._writes) >= WRITES_QUEUED_MAX:
             self._refuse("nvme_queue_full")
+        elif (entry := hierarchy.find(key)) is not None and not self.store.may_write(file_bytes(entry.length)):
+            self._refuse("endurance")
         else:
             self._writes[key] = hierarchy
             self._wake.set()
@@ -252,6 +254,9 @@ class NvmeTier:
             self._refuse("nvme_evicted_first")
         elif self.is_paused:
             self._refuse("nvme_paused")
+        elif self.index.get(key) is None and not self.store.may_write(file_bytes(entry.length)):
+            # Before room is made: a chunk that may not be written must not cost another one its place.
+            self._refuse("endurance")
         elif self.index.get(key) is None:
             # Held as by a reader: the slot isn't reused while its bytes are written.
             hierarchy.hold(entry)
@@ -276,6 +281,9 @@ class NvmeTier:
             self._metrics.checksum_failures.inc()
             self._refuse("nvme_corrupt")
             logger.error("a chunk isn't written: %s", error)
+            return
+        except BudgetSpent:
+            self._refuse("endurance")
             return
         except OSError as error:
             self._refuse(self._note_failure(error))
@@ -304,6 +312,9 @@ class NvmeTier:
             self.doom(entry, "corrupt")
         except FileNotFoundError:
             self.doom(entry, "vanished")
+        except BudgetSpent:
+            # It is known until the next start.
+            self._metrics.degraded.labels("nvme_label_unwritten").inc()
         except OSError as error:
             self._note_failure(error)
 

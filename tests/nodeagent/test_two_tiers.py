@@ -179,6 +179,10 @@ class TwoTiers(RuleBasedStateMachine):
         self.host.store.read_error, self.host.store.write_error = read_error, write_error
         self.host.store.stuck = frozenset(name_of(storage_key(name)) for name in stuck)
 
+    @rule(budget=st.sampled_from(["there", "there", "spent", "spent meanwhile"]))
+    def the_drives_budget_is_there_or_spent(self, budget):
+        self.host.store.budget = budget
+
     @rule()
     def restarts(self):
         self.host.run(self.host.stop())
@@ -189,6 +193,8 @@ class TwoTiers(RuleBasedStateMachine):
         host.run(host.rest())
         hierarchy, index = host.hierarchy, host.nvme.index
         assert not host.promotion.loads
+        refused = host.refused()
+        assert host.offered == host.store.stored + sum(refused.values()), "written, or refused for one reason"
         assert hierarchy.open_references == len(host.references)
         assert hierarchy.open_reservations == len(host.reservations)
         held = Counter(served.slot for served in host.references.values())
@@ -316,3 +322,68 @@ def test_a_chunk_that_changed_in_dram_before_it_is_written_is_not(host):
     assert host.is_good_on_disk("c20")
     assert host.nvme.index.get(storage_key("c30")) is None
     assert not host.place("c30").exists()
+
+
+def test_a_chunk_is_on_disk_before_dram_evicts_it_if_the_policy_is_to_demote(host):
+    host.write_by("demote")
+    names = [f"c{number}" for number in (20, 30, 40, 50, 60, 70)]
+    for name in names:
+        put(host, name)
+        host.run(host.rest())
+    in_dram = {name for name in names if host.hierarchy.find(storage_key(name)) is not None}
+    assert len(in_dram) == SLOTS
+    assert set(names) - in_dram <= {name for name in names if host.is_good_on_disk(name)}
+    assert not host.is_good_on_disk(names[-1]), "and not before it is old"
+    assert host.refused() == {}
+
+
+def test_a_pinned_prefix_is_written_though_the_policy_waits_for_a_hit(host):
+    host.write_by("hit")
+    host.admission.pins.add([chunk("c20").directory_key])
+    for name in ("c20", "c21", "c30"):
+        put(host, name)
+        host.run(host.rest())
+    assert [host.is_good_on_disk(name) for name in ("c20", "c21", "c30")] == [True, True, False]
+
+
+def test_what_was_stored_before_its_prefix_was_pinned_is_written_before_it_is_evicted(host):
+    host.write_by("hit")
+    for name in ("c20", "c21", "c30"):
+        put(host, name)
+    host.admission.pins.add([chunk("c20").directory_key])
+    for name in ("c40", "c50", "c60", "c70"):
+        put(host, name)
+        host.run(host.rest())
+    assert [host.is_good_on_disk(name) for name in ("c20", "c21", "c30", "c40")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("budget", ["spent", "spent meanwhile"])
+def test_a_spent_budget_makes_the_drive_read_only_and_costs_no_other_chunk_its_place(host, budget):
+    host.store.budget = budget
+    before = {name for name in ALL if host.is_good_on_disk(name)}
+    put(host, "c20")
+    host.run(host.rest())
+    assert not host.is_good_on_disk("c20")
+    assert host.refused() == {"endurance": 1}
+    if budget == "spent":
+        assert {name for name in ALL if host.is_good_on_disk(name)} == before
+    host.begin_open(["c0"], "p", LONG_S)
+    host.run(host.rest())
+    assert served(host), "it is read all the while"
+    host.store.budget = "there"
+    put(host, "c30")
+    host.run(host.rest())
+    assert host.is_good_on_disk("c30")
+
+
+def test_a_label_that_finds_no_budget_is_known_until_the_next_start(host):
+    key = storage_key("c20")
+    assert host.run(host.reserve_unlabelled("c20", "p")) is PutOutcome.GRANTED
+    host.run(host.commit(max(host.reservations), is_spoilt=False))
+    host.run(host.rest())
+    host.store.budget = "spent"
+    host.promotion.learn(chunk("c20"))
+    host.run(host.rest())
+    assert host.nvme.index.get(key).label == chunk("c20")
+    assert host.store.header(name_of(key)).label.directory_key is None
+    assert host.metrics.registry.get_sample_value("warmroute_degraded_total", {"reason": "nvme_label_unwritten"}) == 1

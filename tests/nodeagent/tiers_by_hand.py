@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from directory.tiers import Tier
+from nodeagent.errors import BudgetSpent
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
@@ -39,6 +40,18 @@ TURNS = 20
 RESTS_MAX = 100
 LONG_S = 10.0
 NO_TIME_S = 1e-9
+REFUSALS = {
+    "endurance",
+    "nvme_conflict",
+    "nvme_corrupt",
+    "nvme_error",
+    "nvme_evicted_first",
+    "nvme_paused",
+    "nvme_queue_full",
+    "nvme_quota",
+    "nvme_strange",
+}
+"""Why a chunk that was offered to the tier isn't written."""
 
 
 def chunk(name: str) -> ChunkLabel:
@@ -93,6 +106,13 @@ class FaultyStore(FolderStore):
     read_error = 0
     write_error = 0
     stuck: frozenset[bytes] = frozenset()
+    budget: str = "there"
+    """Or `spent`, or `spent meanwhile`: between a look at it and the write."""
+    stored = 0
+    """Puts that ended well."""
+
+    def may_write(self, size_bytes):
+        return self.budget != "spent"
 
     def read_into(self, key, target):
         if self.read_error:
@@ -102,7 +122,16 @@ class FaultyStore(FolderStore):
     def put(self, header, data):
         if self.write_error:
             raise OSError(self.write_error, "told to")
-        return super().put(header, data)
+        if self.budget != "there":
+            raise BudgetSpent("told to")
+        is_new = super().put(header, data)
+        self.stored += 1
+        return is_new
+
+    def update_label(self, label):
+        if self.budget != "there":
+            raise BudgetSpent("told to")
+        super().update_label(label)
 
     def remove(self, name):
         if name in self.stuck:
@@ -165,6 +194,8 @@ class Host:
             write_pause_s=0.0,
         )
         self.nvme._readers, self.nvme._writer = self.readers, self.writer
+        self.store.stored = self.offered = 0
+        self.nvme.offer = self.offer
         self.admission = Admission(WRITE_POLICIES[self.write], Pins(), self.dram, self.nvme)
         self.promotion = Promotion(self.dram, self.nvme, self.admission, group, self.metrics)
         self.dram.on_stored = self.promotion.note_stored
@@ -192,6 +223,20 @@ class Host:
         """Another write policy, from now on and after restarts."""
         self.write = write
         self.admission.policy = WRITE_POLICIES[write]
+
+    def offer(self, hierarchy, key) -> None:
+        """Count what the tier is asked to write and doesn't have, nor is about to write."""
+        self.offered += self.nvme.index.get(key) is None and key not in self.nvme._writes
+        NvmeTier.offer(self.nvme, hierarchy, key)
+
+    def refused(self) -> dict[str, float]:
+        """Chunks offered to the tier that weren't written, by reason."""
+        samples = next(iter(self.metrics.admission_refused.collect())).samples
+        return {
+            sample.labels["reason"]: sample.value
+            for sample in samples
+            if sample.name.endswith("_total") and sample.labels["reason"] in REFUSALS
+        }
 
     def heard(self, tier: Tier, key: bytes, mask: int) -> None:
         assert mask in (0, int(tier))
@@ -244,6 +289,16 @@ class Host:
         granted = self.hierarchy.reserve(chunk(name), LENGTH, checksum, holder)
         if granted.outcome is PutOutcome.BUSY and on_disk is PutOutcome.HAVE:
             return on_disk
+        if granted.reservation is not None:
+            self.reservations[granted.reservation.number] = (holder, name)
+            with self.hierarchy.arena.view(granted.reservation.slot, LENGTH) as view:
+                view[:] = data_of(name)
+        return granted.outcome
+
+    async def reserve_unlabelled(self, name: str, holder: str) -> PutOutcome:
+        """A put whose label isn't known yet."""
+        bare = ChunkLabel(storage_key(name), None, None, 0)
+        granted = self.hierarchy.reserve(bare, LENGTH, checksum_of(name), holder)
         if granted.reservation is not None:
             self.reservations[granted.reservation.number] = (holder, name)
             with self.hierarchy.arena.view(granted.reservation.slot, LENGTH) as view:
