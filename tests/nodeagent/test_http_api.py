@@ -9,6 +9,7 @@ from nodeagent import http_api
 from nodeagent.files import FileShelf
 from nodeagent.http_api import HttpServer, ResetOutcome, create_api, listen
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers import write_policy
 from nodeagent.tiers.write_policy import Pins
 
 NAMES = {
@@ -22,6 +23,7 @@ NAMES = {
     "warmroute_evictions",
     "warmroute_admission_refused",
     "warmroute_announced_chunks",
+    "warmroute_nvme_write_budget_bytes",
     "warmroute_announce_lag_seconds",
     "warmroute_degraded",
 }
@@ -108,6 +110,18 @@ async def test_a_bad_hint_is_a_400_that_names_the_field(http, state, body, statu
     assert answer.status_code == status
     assert named in answer.json()["detail"]
     assert "hinted" not in state
+
+
+async def test_pins_are_added_and_removed_within_their_bound(http, state, monkeypatch):
+    monkeypatch.setattr(write_policy, "PINS_MAX", 2)
+    answer = await http.post("/pins", json={"keys": ["ab" * 16, "CD" * 16]})
+    assert (answer.status_code, answer.json()) == (200, {"pinned": 2})
+    answer = await http.post("/pins", json={"keys": ["ef" * 16]})
+    assert (answer.status_code, "no more than 2" in answer.json()["detail"]) == (409, True)
+    answer = await http.request("DELETE", "/pins", json={"keys": ["AB" * 16, "ef" * 16]})
+    assert (answer.status_code, answer.json()) == (200, {"pinned": 1})
+    assert b"\xcd" * 16 in state["pins"]
+    assert (await http.post("/pins", json={"keys": [7]})).status_code == 400
 
 
 @pytest.fixture
