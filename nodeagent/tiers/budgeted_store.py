@@ -100,16 +100,18 @@ class BudgetedStore:
 
     def may_write(self, size_bytes: int) -> bool:
         """See `Store`."""
-        if self._budget.allows(size_bytes, self._now()):
-            if self._is_spent:
+        now = self._now()
+        if self._budget.allows(size_bytes, now):
+            # A spent bucket lets a draw through every minute or two: that isn't told each time.
+            if self._is_spent and self._budget.available_bytes(now) >= self._budget.burst_bytes / 2:
                 self._is_spent = False
-                logger.info("%s may be written again", self.drive)
+                logger.info("%s has half a burst of its write budget again", self.drive)
             return True
         if not self._is_spent:
             self._is_spent = True
             logger.warning(
                 "%s has been written as much as its endurance budget allows; it is read only until more has come "
-                "together (%d bytes a day)",
+                "together, then written a little at a time (%d bytes a day)",
                 self.drive,
                 self.day_bytes,
             )

@@ -1,6 +1,7 @@
 """A folder within its daily budget: the state is there before the bytes are, and nothing else changes."""
 
 import errno
+import logging
 import os
 import threading
 
@@ -229,3 +230,39 @@ def test_the_hosts_time_runs_on_clocks_that_agree_and_names_the_boot(tmp_path):
     assert 0 < first.boot_s <= second.boot_s
     missing = str(tmp_path / "none")
     assert HostTime(missing)().boot_id != HostTime(missing)().boot_id, "an unknown boot is nobody else's"
+
+
+def test_a_spent_budget_is_told_once_until_half_a_burst_has_come_together(store, clock, caplog):
+    caplog.set_level(logging.INFO)
+    number = 0
+    for _ in range(5):
+        clock.s += DAY_S / 7
+        while store.may_write(FILE_BYTES):
+            put(store, f"n{(number := number + 1)}")
+    clock.s += DAY_S
+    assert store.may_write(FILE_BYTES)
+    told = [record.message for record in caplog.records]
+    assert [text for text in told if "half a burst" in text] == [
+        "drive-1 has half a burst of its write budget again"
+    ] * 5
+    caplog.clear()
+    for _ in range(20):
+        while store.may_write(FILE_BYTES):
+            put(store, f"n{(number := number + 1)}")
+        clock.s += DAY_S / 50
+    assert len(caplog.records) == 1, "a little at a time is no news"
+
+
+def test_what_was_drawn_and_not_spent_comes_back_at_the_end(tmp_path, clock):
+    path = str(tmp_path / "nvme")
+    for life in range(20):
+        store = BudgetedStore(FolderStore(path), path, "drive-1", 100_000 * FILE_BYTES, clock)
+        store.open()
+        if not life:
+            clock.s += DAY_S
+            left = store.available_bytes
+        put(store, f"n{life}")
+        store.close()
+    store.open()
+    assert store.available_bytes == left - 20 * FILE_BYTES
+    store.close()
