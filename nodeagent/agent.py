@@ -237,7 +237,7 @@ class Agent:
         nvme = self._nvme = NvmeTier(
             self._store, self._config.nvme.quota_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
         )
-        admission = Admission(WRITE_POLICIES[self._config.nvme.write], self._pins, self._tier, nvme)
+        admission = Admission(WRITE_POLICIES[self._config.nvme.write](), self._pins, self._tier, nvme)
         promotion = self._lower = self._promotion = Promotion(self._tier, nvme, admission, group, self._metrics)
         self._tier.on_stored = promotion.note_stored
         self._nvme_writing = group.create_task(nvme.run())

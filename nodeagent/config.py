@@ -81,9 +81,10 @@ class NvmeConfig(Section):
     gb: float | None = Field(
         None, gt=0, le=1e6, description="Quota of the folder in GB (10^9 bytes), with what was there before."
     )
-    write: Literal["hit", "through", "demote"] = Field(
-        "hit",
-        description="When a chunk is written: hit, once hit in DRAM; through, at once; demote, before DRAM evicts it.",
+    write: Literal["reuse", "hit", "through", "demote"] = Field(
+        "reuse",
+        description="When a chunk is written: reuse, once hit in DRAM or stored again; hit, once hit in DRAM; "
+        "through, at once; demote, before DRAM evicts it.",
     )
     pinned: tuple[DirectoryKeyHex, ...] = Field(
         (),

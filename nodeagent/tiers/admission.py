@@ -36,7 +36,7 @@ class Admission:
     def note_slot_taken(self) -> None:
         """A slot is about to be taken, so a chunk may be about to go."""
         hierarchy = self._dram.hierarchy
-        if hierarchy is None or not (self.policy.is_due(Moment.AGED) or self.pins):
+        if hierarchy is None or not (Moment.AGED in self.policy.moments or self.pins):
             return
         arena = hierarchy.arena
         if self._ageing is None:
@@ -48,11 +48,12 @@ class Admission:
 
     def _offer(self, moment: Moment, keys: Iterable[bytes]) -> None:
         hierarchy = self._dram.hierarchy
-        is_due = self.policy.is_due(moment)
-        if hierarchy is None or not (is_due or self.pins):
+        is_asked = moment in self.policy.moments
+        if hierarchy is None or not (is_asked or self.pins):
             return
         for key in keys:
-            if is_due or (self._nvme.index.get(key) is None and self._is_pinned(hierarchy, key)):
+            is_due = is_asked and self.policy.is_due(moment, key)
+            if is_due or (self.pins and self._nvme.index.get(key) is None and self._is_pinned(hierarchy, key)):
                 self._nvme.offer(hierarchy, key)
 
     def _is_pinned(self, hierarchy: Hierarchy, key: bytes) -> bool:

@@ -1,28 +1,35 @@
 """Which chunks are written to NVMe, and when. Pure: no clock, no I/O.
 
-A drive wears by what is written to it, and most chunks never come back. Three moments in a chunk's life in DRAM can be
-the one at which it is written, and a policy names one of them:
+A drive wears by what is written to it, and most chunks never come back. A chunk's life in DRAM has three moments at
+which it may be written, and a policy chooses among them:
 
     through  as soon as it is stored: all of it survives a restart, at the price of every byte
     hit      when it is first hit in DRAM: what was asked for twice may be asked for again
     demote   when it is about to be evicted from DRAM: the drive holds what DRAM can't
+    reuse    when it was asked for twice, whether DRAM still had it or not: when it is hit, or stored again. It misses
+             once what `demote` would have hit, and writes a fifth to two fifths of it (bench/RESULTS.md)
 
 A chunk of a *pinned* prefix (its directory key is pinned, or that of a chunk before it) is written at the first of
 these moments that comes, whatever the policy.
 """
 
 import enum
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from nodeagent.errors import PinsFull
 from nodeagent.labels import ChunkLabel
 
 PINS_MAX = 65_536
+REMEMBERED_PLACES = 2**20
+"""Stored chunks that are remembered at most: 4 MiB of memory."""
+BUCKET_PLACES = 4
 AHEAD_FRACTION = 16
-"""One slot in so many is looked at ahead of its eviction."""
-AHEAD_MIN = 2
+"""One slot in so many is looked at ahead of its eviction; of a small tier more, but at most half."""
+AHEAD_MIN = 4
 AHEAD_MAX = 256
 
 
@@ -38,8 +45,13 @@ class Moment(enum.Enum):
 class WritePolicy(Protocol):
     """Says at which moment chunks are written."""
 
-    def is_due(self, moment: Moment) -> bool:
-        """Whether a chunk for which this moment has come is written now."""
+    @property
+    def moments(self) -> frozenset[Moment]:
+        """When it wants to be asked; at others nothing is due."""
+        ...
+
+    def is_due(self, moment: Moment, key: bytes) -> bool:
+        """Whether a chunk for which this moment has come is written now. A policy may remember that it was asked."""
         ...
 
 
@@ -49,15 +61,50 @@ class WriteAt:
 
     moment: Moment
 
-    def is_due(self, moment: Moment) -> bool:
+    @property
+    def moments(self) -> frozenset[Moment]:
+        """See `WritePolicy`."""
+        return frozenset({self.moment})
+
+    def is_due(self, moment: Moment, key: bytes) -> bool:
         """See `WritePolicy`."""
         return moment is self.moment
 
 
-WRITE_POLICIES: dict[str, WritePolicy] = {
-    "hit": WriteAt(Moment.HIT),
-    "through": WriteAt(Moment.STORED),
-    "demote": WriteAt(Moment.AGED),
+class Reuse:
+    """Writes what was asked for twice, as far as it is remembered: a hit, or a chunk that is stored again.
+
+    What was stored is remembered as four bytes of its key, in a bucket of four that the next bytes name, from which
+    the oldest goes. So memory is fixed, old ones fade, and one in 2^30 is mistaken for another, which costs a write.
+    Keys are digests: their bytes are as good as random.
+    """
+
+    def __init__(self, places: int = REMEMBERED_PLACES) -> None:
+        self._seen = array("I", bytes(array("I").itemsize * places))
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        """See `WritePolicy`."""
+        return frozenset({Moment.STORED, Moment.HIT})
+
+    def is_due(self, moment: Moment, key: bytes) -> bool:
+        """See `WritePolicy`."""
+        if moment is not Moment.STORED:
+            return moment is Moment.HIT
+        mark = int.from_bytes(key[:4], "little") or 1
+        start = int.from_bytes(key[4:8], "little") % (len(self._seen) // BUCKET_PLACES) * BUCKET_PLACES
+        bucket = self._seen[start : start + BUCKET_PLACES].tolist()
+        is_again = mark in bucket
+        bucket.remove(mark if is_again else bucket[-1])
+        self._seen[start : start + BUCKET_PLACES] = array("I", [mark, *bucket])
+        return is_again
+
+
+WRITE_POLICIES: dict[str, Callable[[], WritePolicy]] = {
+    "through": partial(WriteAt, Moment.STORED),
+    "hit": partial(WriteAt, Moment.HIT),
+    "demote": partial(WriteAt, Moment.AGED),
+    "reuse": Reuse,
 }
 
 
@@ -103,11 +150,11 @@ class Ageing:
     """Names chunks of a tier of `slots` slots shortly before they are evicted, each once while it stays that old.
 
     Where it is asked at every slot that is taken, it looks at the oldest once for every half of what it looks at: so
-    no chunk is evicted unseen, and a slot that is taken costs two steps.
+    no chunk is evicted unseen, though some of the older ones are held, and a slot that is taken costs two steps.
     """
 
     def __init__(self, slots: int) -> None:
-        self.ahead = min(max(slots // AHEAD_FRACTION, AHEAD_MIN), AHEAD_MAX)
+        self.ahead = min(max(slots // AHEAD_FRACTION, AHEAD_MIN), max(slots // 2, 1), AHEAD_MAX)
         self._taken = 0
         self._seen: frozenset[bytes] = frozenset()
 

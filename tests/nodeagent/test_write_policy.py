@@ -11,7 +11,7 @@ from nodeagent.config import NvmeConfig
 from nodeagent.errors import PinsFull
 from nodeagent.labels import ChunkLabel
 from nodeagent.tiers import write_policy
-from nodeagent.tiers.write_policy import AHEAD_MAX, AHEAD_MIN, WRITE_POLICIES, Ageing, Moment, Pins
+from nodeagent.tiers.write_policy import AHEAD_MAX, AHEAD_MIN, WRITE_POLICIES, Ageing, Moment, Pins, Reuse
 from tests.nodeagent.running import label, storage_key
 
 
@@ -19,7 +19,35 @@ from tests.nodeagent.running import label, storage_key
     ("name", "moment"), [("through", Moment.STORED), ("hit", Moment.HIT), ("demote", Moment.AGED)], ids=str
 )
 def test_a_policy_writes_at_one_moment(name, moment):
-    assert [each for each in Moment if WRITE_POLICIES[name].is_due(each)] == [moment]
+    policy = WRITE_POLICIES[name]()
+    assert [each for each in Moment if policy.is_due(each, b"a")] == [moment]
+    assert policy.moments == {moment}
+
+
+def test_reuse_writes_what_is_hit_or_stored_again_and_nothing_that_was_asked_for_once():
+    policy = WRITE_POLICIES["reuse"]()
+    keys = [storage_key(f"n{number}") for number in range(1_000)]
+    assert not any(policy.is_due(Moment.STORED, key) for key in keys)
+    assert all(policy.is_due(Moment.STORED, key) for key in keys)
+    assert policy.is_due(Moment.HIT, storage_key("other"))
+    assert not policy.is_due(Moment.AGED, keys[0])
+    assert policy.moments == {Moment.STORED, Moment.HIT}
+
+
+@pytest.mark.parametrize("key", [bytes(32), b"", b"\x01"], ids=["zeros", "empty", "short"])
+def test_reuse_forgets_nothing_about_odd_keys(key):
+    policy = Reuse(8)
+    assert [policy.is_due(Moment.STORED, key) for _ in range(2)] == [False, True]
+
+
+def test_what_reuse_remembers_fades_and_its_memory_does_not_grow():
+    policy = Reuse(64)
+    assert not policy.is_due(Moment.STORED, storage_key("old"))
+    for number in range(2_000):
+        policy.is_due(Moment.STORED, storage_key(f"n{number}"))
+        assert policy.is_due(Moment.STORED, storage_key(f"n{number}")), "the newest is always known"
+    assert not policy.is_due(Moment.STORED, storage_key("old"))
+    assert len(policy._seen) == 64
 
 
 def test_the_configuration_names_the_policies():
@@ -89,7 +117,7 @@ def test_no_chunk_is_evicted_before_it_was_looked_at(slots, touches):
 
 def test_a_chunk_is_named_once_while_it_stays_old_and_again_when_it_comes_back():
     ageing = Ageing(32)
-    assert ageing.ahead == AHEAD_MIN == 2
+    assert (ageing.ahead, Ageing(4).ahead, Ageing(1).ahead) == (AHEAD_MIN, 2, 1)
     assert ageing.take_aged([b"a", b"b"]) == [b"a", b"b"]
     assert ageing.take_aged([b"b", b"c"]) == [b"c"]
     assert ageing.take_aged([b"c", b"a"]) == [b"a"]

@@ -196,7 +196,7 @@ class Host:
         self.nvme._readers, self.nvme._writer = self.readers, self.writer
         self.store.stored = self.offered = 0
         self.nvme.offer = self.offer
-        self.admission = Admission(WRITE_POLICIES[self.write], Pins(), self.dram, self.nvme)
+        self.admission = Admission(WRITE_POLICIES[self.write](), Pins(), self.dram, self.nvme)
         self.promotion = Promotion(self.dram, self.nvme, self.admission, group, self.metrics)
         self.dram.on_stored = self.promotion.note_stored
         self.writing = group.create_task(self.nvme.run())
@@ -222,7 +222,7 @@ class Host:
     def write_by(self, write: str) -> None:
         """Another write policy, from now on and after restarts."""
         self.write = write
-        self.admission.policy = WRITE_POLICIES[write]
+        self.admission.policy = WRITE_POLICIES[write]()
 
     def offer(self, hierarchy, key) -> None:
         """Count what the tier is asked to write and doesn't have, nor is about to write."""
