@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
@@ -87,21 +87,6 @@ def create_api(
     async def prefetch_chunks(request: Request) -> dict[str, int]:
         return {"accepted": prefetch(await _read_keys(request))}
 
-    @app.post("/pins")
-    async def pin(request: Request) -> dict[str, int]:
-        keys = await _read_keys(request)
-        try:
-            _pins(pins).add(keys)
-        except PinsFull as error:
-            raise HTTPException(409, str(error)) from error
-        return {"pinned": len(_pins(pins))}
-
-    @app.delete("/pins")
-    async def unpin(request: Request) -> dict[str, int]:
-        keys = await _read_keys(request)
-        _pins(pins).remove(keys)
-        return {"pinned": len(_pins(pins))}
-
     @app.post("/engines/{engine}/reset_prefix_cache")
     async def reset_prefix_cache(engine: str) -> dict[str, str]:
         outcome = await reset(engine)
@@ -116,7 +101,34 @@ def create_api(
             raise HTTPException(404, "no attached engine has brought a file with this sha256")
         return Response(content, media_type="application/octet-stream")
 
+    app.include_router(_pins_api(pins))
     return app
+
+
+def _pins_api(pins: Pins | None) -> APIRouter:
+    router = APIRouter()
+
+    def there_are() -> Pins:
+        if pins is None:
+            raise HTTPException(409, "this host has no nvme tier to which anything could be written")
+        return pins
+
+    @router.post("/pins")
+    async def pin(request: Request) -> dict[str, int]:
+        keys = await _read_keys(request)
+        try:
+            there_are().add(keys)
+        except PinsFull as error:
+            raise HTTPException(409, str(error)) from error
+        return {"pinned": len(there_are())}
+
+    @router.delete("/pins")
+    async def unpin(request: Request) -> dict[str, int]:
+        keys = await _read_keys(request)
+        there_are().remove(keys)
+        return {"pinned": len(there_are())}
+
+    return router
 
 
 async def _bounded_body(request: Request) -> bytes:
@@ -141,12 +153,6 @@ async def _read_keys(request: Request) -> list[bytes]:
             400, f'the body must be {{"keys": [up to {KEYS_MAX} directory keys in hex]}}: {error}'
         ) from error
     return [bytes.fromhex(key) for key in keys]
-
-
-def _pins(pins: Pins | None) -> Pins:
-    if pins is None:
-        raise HTTPException(409, "this host has no nvme tier to which anything could be written")
-    return pins
 
 
 class HttpServer(uvicorn.Server):
