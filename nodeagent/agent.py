@@ -90,7 +90,8 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
-        self._store = FolderStore(str(config.nvme.path)) if config.nvme.path is not None else None
+        nvme = config.nvme
+        self._store = FolderStore(str(nvme.path), fsync=nvme.fsync) if nvme.path is not None else None
         self._nvme: NvmeTier | None = None
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion

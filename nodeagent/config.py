@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from nodeagent.publisher import WALK_INTERVAL_S
+from nodeagent.tiers.file_store import FsyncPolicy
 
 GB = 1e9
 
@@ -79,6 +80,10 @@ class NvmeConfig(Section):
     )
     write: Literal["hit", "through"] = Field(
         "hit", description="hit: what was hit in DRAM is written; through: every chunk."
+    )
+    fsync: FsyncPolicy = Field(
+        "none",
+        description="What a write waits for the drive to keep: none; data: the file's bytes; data+dir: its name too.",
     )
 
     @field_validator("path", mode="before")

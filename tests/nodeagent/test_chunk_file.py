@@ -119,12 +119,12 @@ def test_the_same_bytes_are_had_and_others_refused(store):
 
 
 def test_a_put_that_fails_leaves_nothing(store, tmp_path, monkeypatch):
-    def full(fd, parts):
-        os.write(fd, bytes(parts[0])[:100])
+    def full(fd, parts, offset):
+        os.write(fd, bytes(parts[0]))
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr("nodeagent.tiers.file_store._write_all", full)
+        patch.setattr("os.pwritev", full)
         put(store, "a")
     assert files(tmp_path) == []
     assert put(store, "a")
