@@ -30,11 +30,14 @@ from nodeagent.publisher import Publisher
 from nodeagent.registration import Clock, FleetTable, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
-from nodeagent.tiers.dram import DramTier, Withdrawn
+from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.drive import Drive
+from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.file_store import FolderStore
-from nodeagent.tiers.nvme import NvmeTier
+from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.promotion import LowerTier, NoLowerTier, Promotion, status_of
-from nodeagent.tiers.restore import restore
+from nodeagent.tiers.quarantine import keep
+from nodeagent.tiers.restore import FILES_PER_S
 
 WITHDRAW_WAIT_S = 0.05
 HOST_KEYS_MAX = 16_000_000
@@ -90,12 +93,10 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
-        nvme = config.nvme
-        self._store = FolderStore(str(nvme.path), fsync=nvme.fsync) if nvme.path is not None else None
         self._nvme: NvmeTier | None = None
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion
-        self._nvme_writing: asyncio.Task[None]
+        self._nvme_writing: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._is_ready = False
         self.has_hanging_threads = False
@@ -108,11 +109,12 @@ class Agent:
         """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(self._listen())
-            if self._store is not None:
-                self._store.open()
-                opened.callback(self._close_store)
+            table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
+            self._host = self._host_publisher(listener, table)
+            opened.callback(self._close_stores)
+            await self._open_drives()
             async with asyncio.TaskGroup() as group:
-                await self._run_in(group, listener, ready)
+                await self._run_in(group, listener, table, ready)
 
     def status(self) -> dict[str, Any]:
         """What `/status` shows: lives, tiers, engines, and how much is pending."""
@@ -152,16 +154,15 @@ class Agent:
         }
 
     async def _run_in(
-        self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
+        self, group: asyncio.TaskGroup, listener: socket.socket, table: FleetTable, ready: Callable[[], None] | None
     ) -> None:
         """Build bottom up, serve, then end top down: readiness, door, engines, host's life, tiers, HTTP."""
-        table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
-        host = self._host = self._host_publisher(listener, table)
+        host = self._host
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
             self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
-        nvme_loops = self._add_nvme(group, host, withdrawn)
+        nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group, table)
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
@@ -225,19 +226,42 @@ class Agent:
         )
         return HttpServer(api, listener)
 
-    def _add_nvme(self, group: asyncio.TaskGroup, host: Publisher, withdrawn: Withdrawn) -> list[asyncio.Task[None]]:
-        """The tier behind DRAM, if there is one; returns the loops that may be cancelled at any moment."""
-        if self._store is None:
+    async def _open_drives(self) -> None:
+        """Make the tier behind DRAM, if there is one. Raises `TierUnavailable` where a drive mustn't be used."""
+        config = self._config.nvme
+        if not config.drives:
+            return
+        nvme = self._nvme = NvmeTier(partial(self._host.record_in, Tier.NVME))
+        for each in config.drives:
+            drive = Drive(
+                FolderStore(str(each.path), fsync=config.fsync),
+                each.quota_bytes,
+                nvme.note_change,
+                partial(_await_withdrawn, self._host),
+                self._metrics,
+                name=str(each.path),
+                min_free_bytes=config.min_free_bytes,
+                read_threads=config.read_threads,
+            )
+            nvme.add(drive, FileWriter(drive, self._metrics))
+            await drive.open()
+
+    def _add_nvme(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Set the tier behind DRAM going, if there is one; returns the loops that may be cancelled at any moment."""
+        nvme = self._nvme
+        if nvme is None:
             return []
-        nvme = self._nvme = NvmeTier(
-            self._store, self._config.nvme.quota_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
-        )
         promotion = self._lower = self._promotion = Promotion(
             self._tier, nvme, group, self._metrics, writes_through=self._config.nvme.write == "through"
         )
         self._tier.on_stored = promotion.note_stored
-        self._nvme_writing = group.create_task(nvme.run())
-        return [group.create_task(restore(nvme, self._metrics)), group.create_task(promotion.run())]
+        self._nvme_writing = [group.create_task(writer.run()) for writer in nvme.writers]
+        files_per_s = FILES_PER_S / len(nvme.drives)
+        keeping = [
+            group.create_task(keep(drive, nvme.withdraw, self._metrics, files_per_s=files_per_s))
+            for drive in nvme.drives
+        ]
+        return [*keeping, group.create_task(promotion.run())]
 
     async def _close_nvme(self) -> None:
         """Before the arena goes: reads and the write in hand use its slots. Where they hang it stays, to the end."""
@@ -245,9 +269,10 @@ class Agent:
             await self._promotion.close()
             self.has_hanging_threads = not await self._nvme.close(self._nvme_writing)
 
-    def _close_store(self) -> None:
-        if self._store is not None and not self.has_hanging_threads:
-            self._store.close()
+    def _close_stores(self) -> None:
+        for drive in self._nvme.drives if self._nvme is not None else ():
+            if not drive.has_jobs:
+                drive.store.close()
 
     def _nvme_rate(self) -> float:
         assert self._nvme is not None, "asked for only where the tier is"

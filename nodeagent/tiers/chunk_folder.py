@@ -9,12 +9,14 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import stat
 from collections.abc import Generator, Iterator
 
 from nodeagent.errors import TierUnavailable
 
 LOCK_NAME = "warmroute.lock"
+NAME_BYTES_MAX = 32
 FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 _FAN = re.compile(r"[0-9a-f]{2}")
@@ -32,24 +34,37 @@ class ChunkFolder:
         self.path = path
         self.fd = -1
         self._lock_fd = -1
+        self._name: bytes | None = None
 
     def open(self) -> None:
         """Take possession. A link to a folder is followed; it must be this user's, and written by nobody else.
 
+        Opened again, it must be the very folder that was open before, and isn't made: where a drive isn't mounted
+        any more, or another is, what stands at the path belongs to somebody else's disk.
+
         Raises `TierUnavailable` where another agent has it, or it can't be used.
         """
+        is_again = self._name is not None
         with self._refusals():
             # Not its parents: below a drive that isn't mounted, they would be another drive's.
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.path, mode=0o700)
+            if not is_again:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.path, mode=0o700)
             fd = os.open(self.path, os.O_RDONLY | _FOLDER)
         try:
             self._check_owner(fd)
-            self._lock_fd = self._lock(fd)
+            lock_fd = self._lock(fd, is_made=not is_again)
         except (TierUnavailable, OSError):
             os.close(fd)
             raise
-        self.fd = fd
+        name = _read_name(lock_fd, is_given=not is_again)
+        if is_again and name != self._name:
+            os.close(lock_fd)
+            os.close(fd)
+            raise TierUnavailable(
+                f"another folder stands at {self.path} than when the agent started; it is used after a restart"
+            )
+        self.fd, self._lock_fd, self._name = fd, lock_fd, name
 
     def close(self) -> None:
         """Let it go. Nobody uses it any more."""
@@ -106,9 +121,10 @@ class ChunkFolder:
                 "nobody else (chmod go-w); or give a new folder below it, and the agent makes it so"
             )
 
-    def _lock(self, folder: int) -> int:
+    def _lock(self, folder: int, *, is_made: bool) -> int:
+        flags = os.O_RDWR | FILE_FLAGS | (os.O_CREAT if is_made else 0)
         with self._refusals():
-            fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600, dir_fd=folder)
+            fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=folder)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -117,6 +133,17 @@ class ChunkFolder:
                 f"the nvme folder {self.path} belongs to another agent that runs now; give each agent its own"
             ) from error
         return fd
+
+
+def _read_name(lock_fd: int, *, is_given: bool) -> bytes:
+    """The folder's own name, in its lock's file; given at the first opening, if there is room for it."""
+    with contextlib.suppress(OSError):
+        name = os.pread(lock_fd, NAME_BYTES_MAX, 0)
+        if not name and is_given:
+            name = secrets.token_hex(NAME_BYTES_MAX // 2).encode()
+            os.pwrite(lock_fd, name, 0)
+        return name
+    return b""
 
 
 def _enter(parent: int, name: str, *, is_made: bool) -> int:

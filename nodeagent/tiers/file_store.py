@@ -19,6 +19,7 @@ from nodeagent.errors import ChunkConflict, ChunkCorrupt
 from nodeagent.labels import ChunkLabel
 from nodeagent.tiers.chunk_file import FileHeader, decode_header, encode_header, file_bytes, name_of
 from nodeagent.tiers.chunk_folder import FILE_FLAGS, ChunkFolder
+from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.file_io import BufferedIo, FileIo
 from nodeagent.tiers.self_test import SelfTest, self_test
 
@@ -28,19 +29,6 @@ FsyncPolicy = Literal["none", "data", "data+dir"]
 TEMPORARY = ".tmp"
 BAD_NAMES_MAX = 4_096
 _NAME = re.compile(r"[0-9a-f]{64}")
-ERRORS_OF_ONE_PLACE = frozenset(
-    {
-        errno.EISDIR,
-        errno.ENOTDIR,
-        errno.ELOOP,
-        errno.EEXIST,
-        errno.EACCES,
-        errno.EPERM,
-        errno.ENAMETOOLONG,
-        errno.ENOTEMPTY,
-    }
-)
-"""What an `OSError` of a store says of one chunk's place alone; every other is the drive's."""
 _NOT_A_FILE = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL})
 """Opening a folder to write, a file that stands for a folder, a link, a socket, or a pipe around the page cache."""
 
@@ -63,15 +51,34 @@ class Listing:
     strangers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A file system's bytes: those that this user may still take, and all there are."""
+
+    free_bytes: int
+    total_bytes: int
+
+
 class Store(Protocol):
     """A place for chunks. Methods block, may run in several threads (but one writes), and raise `OSError`."""
 
     def open(self) -> SelfTest:
-        """Take possession, and try it. Raises `TierUnavailable` where another agent has it, or it can't be used."""
+        """Take possession, and try it. Raises `TierUnavailable` where another agent has it, or it can't be used.
+
+        Opened again, it is what was open before, or unavailable.
+        """
+        ...
+
+    def is_there(self) -> bool:
+        """Whether the place itself still exists."""
         ...
 
     def close(self) -> None:
         """Let it go. Nobody uses the store any more."""
+        ...
+
+    def space(self) -> Space:
+        """What the place has."""
         ...
 
     def put(self, header: FileHeader, payload: memoryview) -> bool:
@@ -126,6 +133,18 @@ class FolderStore:
     def close(self) -> None:
         """See `Store`."""
         self._folder.close()
+
+    def is_there(self) -> bool:
+        """See `Store`: a folder that was removed is kept by its descriptor, without a name."""
+        try:
+            return os.fstat(self._folder.fd).st_nlink > 0
+        except OSError:
+            return False
+
+    def space(self) -> Space:
+        """See `Store`."""
+        status = os.fstatvfs(self._folder.fd)
+        return Space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
 
     def put(self, header: FileHeader, payload: memoryview) -> bool:
         """See `Store`. Whatever else stands at the chunk's place is replaced, a folder aside."""
@@ -274,7 +293,7 @@ def _remove_leftover(folder: int, name: str) -> bool:
     try:
         os.unlink(name, dir_fd=folder)
     except OSError as error:
-        if error.errno in ERRORS_OF_ONE_PLACE:
+        if fault_of(error) is Fault.PLACE:
             return False
         raise
     return True

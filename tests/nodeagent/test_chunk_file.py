@@ -19,6 +19,7 @@ from nodeagent.tiers.chunk_file import (
     file_bytes,
     name_of,
 )
+from nodeagent.tiers.chunk_folder import LOCK_NAME
 from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import label, payload, storage_key
 
@@ -96,7 +97,7 @@ def put(store, name, length=5_000):
 
 
 def files(tmp_path):
-    return sorted(path.name for path in (tmp_path / "nvme").rglob("*") if path.is_file() and path.stat().st_size)
+    return sorted(path.name for path in (tmp_path / "nvme").rglob("*") if path.is_file() and path.name != LOCK_NAME)
 
 
 def test_what_was_put_is_read_and_lies_where_the_format_says(store, tmp_path):
