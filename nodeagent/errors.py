@@ -4,6 +4,7 @@ AgentError
 ├─ TierUnavailable     a tier can't be had as asked (memory, chunk size); the agent lives on without it
 ├─ ChunkCorrupt        a chunk's bytes or header aren't what they should be: a miss, and the copy goes
 │  └─ ChunkForeign     written by another version, or encrypted with a key that isn't here
+├─ DriveAway           a drive is in quarantine, or too much waits for it: a miss, and nothing is wrong with its chunks
 ├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
 ├─ BudgetSpent         a drive may not be written any more for now: its endurance budget is used up
 ├─ PinsFull            more keys would be pinned than can be
@@ -31,6 +32,10 @@ class ChunkForeign(ChunkCorrupt):
 
 class ChunkConflict(AgentError):
     """A chunk's key is taken by other bytes."""
+
+
+class DriveAway(AgentError):
+    """A drive that can't be asked now; the message says why."""
 
 
 class BudgetSpent(AgentError):

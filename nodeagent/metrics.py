@@ -49,6 +49,9 @@ class AgentMetrics:
         self.prefetches_dropped = Counter(
             "warmroute_prefetches_dropped", "Prefetches that weren't done, by reason", ["reason"], registry=registry
         )
+        self.drive_up = Gauge(
+            "warmroute_nvme_drive_up", "1 while a drive is used, 0 in quarantine", ["drive"], registry=registry
+        )
         self._add_endurance(registry)
         self._add_announcing(registry)
 

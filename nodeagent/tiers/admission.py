@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from nodeagent.labels import ChunkLabel
 from nodeagent.tiers.dram import FREE_SLOTS_FRACTION, DramTier
+from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.hierarchy import Hierarchy
-from nodeagent.tiers.nvme import NvmeTier
 from nodeagent.tiers.write_policy import Ageing, Moment, Pins, WritePolicy
 
 
@@ -53,12 +53,12 @@ class Admission:
             return
         for key in keys:
             is_due = is_asked and self.policy.is_due(moment, key)
-            if is_due or (self.pins and self._nvme.index.get(key) is None and self._is_pinned(hierarchy, key)):
+            if is_due or (self.pins and not self._nvme.holds(key) and self._is_pinned(hierarchy, key)):
                 self._nvme.offer(hierarchy, key)
 
     def _is_pinned(self, hierarchy: Hierarchy, key: bytes) -> bool:
         def find(wanted: bytes) -> ChunkLabel | None:
-            held = hierarchy.find(wanted) or self._nvme.index.get(wanted)
+            held = hierarchy.find(wanted) or self._nvme.find(wanted)
             return held.label if held is not None else None
 
         return self.pins.covers(find(key), find)

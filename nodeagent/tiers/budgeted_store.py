@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nodeagent.errors import BudgetSpent, ChunkConflict, TierUnavailable
+from nodeagent.errors import BudgetSpent, ChunkConflict
 from nodeagent.labels import ChunkLabel
 from nodeagent.tiers.chunk_file import HEADER_BYTES, FileHeader, file_bytes
 from nodeagent.tiers.endurance import STATE_BYTES_MAX, DailyBudget, Instant
-from nodeagent.tiers.file_store import Listing, Store
+from nodeagent.tiers.file_store import Listing, Space, Store
+from nodeagent.tiers.self_test import TEST_BYTES, SelfTest
 
 STATE_NAME = "warmroute.budget"
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
@@ -70,21 +71,32 @@ class BudgetedStore:
         """What was written since midnight (UTC), headers and padding included."""
         return self._budget.written_today_bytes(self._now())
 
-    def open(self) -> None:
-        """See `Store`. A state that can't be read is none: the bucket begins empty."""
-        self._store.open()
+    def open(self) -> SelfTest:
+        """See `Store`. A state that can't be read is none: the bucket begins empty. The self-test's writes count."""
+        tested = self._store.open()
         try:
             self._root_fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
+        except OSError:
             self._store.close()
-            raise TierUnavailable(f"the nvme folder {self._path} can't be used: {error.strerror}") from error
+            raise
         self._budget = DailyBudget(self.day_bytes, self._now(), self._read())
+        with contextlib.suppress(BudgetSpent, OSError):
+            self._spend(TEST_BYTES)
         logger.info(
             "%s may be written %d bytes in any 24 hours, %d of them now",
             self.drive,
             self.day_bytes,
             self.available_bytes,
         )
+        return tested
+
+    def is_there(self) -> bool:
+        """See `Store`."""
+        return self._store.is_there()
+
+    def space(self) -> Space:
+        """See `Store`."""
+        return self._store.space()
 
     def close(self) -> None:
         """See `Store`. What was drawn and not spent is given back."""

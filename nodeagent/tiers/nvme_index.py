@@ -67,6 +67,9 @@ class NvmeIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, storage_key: bytes) -> bool:
+        return storage_key in self._entries
+
     @property
     def listed_files(self) -> int:
         """Files whose headers haven't been read yet."""
@@ -76,9 +79,17 @@ class NvmeIndex:
         """The chunk under this key, if a file is known to hold it."""
         return self._entries.get(storage_key)
 
+    def label(self, storage_key: bytes) -> ChunkLabel:
+        """The label of a chunk that is there."""
+        return self._entries[storage_key].label
+
     def storage_keys(self, directory_key: bytes) -> Sequence[bytes]:
         """The storage keys of the chunks with this label."""
         return self._by_directory_key.get(directory_key, ())
+
+    def directory_keys(self) -> list[bytes]:
+        """All labels that are known."""
+        return list(self._by_directory_key)
 
     def list_files(self, files: Iterable[FoundFile]) -> None:
         """Count files that were found, newest first. Nothing has been added before."""

@@ -12,9 +12,10 @@ import xxhash
 from nodeagent.errors import ChunkCorrupt, TierUnavailable
 from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import HEADER_BYTES, UNKNOWN_IDENTITY, FileHeader, name_of
-from nodeagent.tiers.file_store import LOCK_NAME, FolderStore
+from nodeagent.tiers.chunk_folder import LOCK_NAME
+from nodeagent.tiers.file_store import FolderStore
+from tests.nodeagent.lone_drive import FaultyStore, count, read_back, soon, tier_on, write
 from tests.nodeagent.running import label, open_fds, payload, storage_key
-from tests.nodeagent.test_nvme import FaultyStore, count, read_back, soon, tier_on, write
 
 LENGTH = 5_000
 

@@ -87,7 +87,7 @@ class TwoTiers(RuleBasedStateMachine):
     def puts_other_bytes(self, name):
         host = self.host
         key = storage_key(name)
-        if host.hierarchy.find(key) is not None or host.nvme.index.get(key) is not None:
+        if host.hierarchy.find(key) is not None or host.drive.index.get(key) is not None:
             assert host.run(host.reserve(name, "p", b"other bytes, yes")) is PutOutcome.CONFLICT
 
     @rule(names=RUNS, holder=HOLDERS, wait_s=st.sampled_from([0.0, NO_TIME_S, LONG_S, LONG_S]), jobs=JOBS)
@@ -129,13 +129,14 @@ class TwoTiers(RuleBasedStateMachine):
             if name in rotten or name in being_put or free < 0 or not (held[name] or name in on_disk):
                 break
             sure += 1
-        before = len(host.references)
+        before, quarantines = len(host.references), host.quarantines
         host.begin_open(names, holder, LONG_S)
         host.run(host.rest())
         opened = len(host.references) - before
         assert sure <= opened <= possible
-        if opened == possible < len(names) and names[possible] not in being_put and host.hierarchy.arena.free_slots:
-            assert host.nvme.index.get(storage_key(names[possible])) is None, "a file that failed isn't offered again"
+        is_kept = host.quarantines == quarantines and names[possible:] and names[possible] not in being_put
+        if opened == possible and is_kept and host.hierarchy.arena.free_slots:
+            assert host.drive.index.get(storage_key(names[possible])) is None, "a file that failed isn't offered again"
 
     @rule(is_each=st.booleans(), data=st.data())
     def closes(self, is_each, data):
@@ -191,7 +192,7 @@ class TwoTiers(RuleBasedStateMachine):
     def comes_to_rest(self):
         host = self.host
         host.run(host.rest())
-        hierarchy, index = host.hierarchy, host.nvme.index
+        hierarchy, index = host.hierarchy, host.drive.index
         assert not host.promotion.loads
         refused = host.refused()
         assert host.offered == host.store.stored + sum(refused.values()), "written, or refused for one reason"
@@ -201,7 +202,7 @@ class TwoTiers(RuleBasedStateMachine):
         assert all(entry.references == held[entry.slot] for entry in hierarchy._entries.values())
         owned = {entry.slot for entry in hierarchy._entries.values()} | set(held)
         assert hierarchy.arena.free_slots + len(owned) + len(host.reservations) == SLOTS, "every slot has an owner"
-        stuck = host.nvme._stuck
+        stuck = host.drive.room.stuck
         on_disk = {bytes.fromhex(path.name) for path in host.files()}
         indexed = {name_of(key) for key in index._entries}
         assert host.nvme.used_bytes == len(indexed) * FILE_BYTES + sum(stuck.values())
@@ -209,7 +210,7 @@ class TwoTiers(RuleBasedStateMachine):
         assert on_disk <= indexed | set(stuck), "every file is accounted for"
         bad = {name for name in ALL if name_of(storage_key(name)) in indexed and not host.is_good_on_disk(name)}
         assert bad <= self.damaged, "what is announced has a good file"
-        assert len(host.run(all_tasks())) == 2 + PREFETCH_WORKERS, "no task is left"
+        assert len(host.run(all_tasks())) == 3 + PREFETCH_WORKERS, "no task is left"
 
     @invariant()
     def neither_quota_is_exceeded(self):
@@ -238,7 +239,7 @@ class TwoTiers(RuleBasedStateMachine):
     @invariant()
     def what_the_publisher_heard_is_what_each_tier_holds(self):
         if hasattr(self, "host"):
-            hierarchy, index = self.host.hierarchy, self.host.nvme.index
+            hierarchy, index = self.host.hierarchy, self.host.drive.index
             assert self.host.announced_in(Tier.DRAM) == {key[:16] for key in hierarchy._entries}
             assert self.host.announced_in(Tier.NVME) == {key[:16] for key in index._entries}
 
@@ -300,7 +301,7 @@ def test_a_file_that_could_not_be_removed_is_replaced_and_then_left(host):
     host.place("c0").write_bytes(b"bad")
     host.begin_open(["c0"], "p", LONG_S)
     host.run(host.rest())
-    assert (served(host), list(host.nvme._stuck)) == ([], list(host.store.stuck))
+    assert (served(host), list(host.drive.room.stuck)) == ([], list(host.store.stuck))
     put(host, "c0")
     host.run(host.rest())
     assert host.is_good_on_disk("c0")
@@ -320,7 +321,7 @@ def test_a_chunk_that_changed_in_dram_before_it_is_written_is_not(host):
     host.rot("c30")
     host.run(host.rest())
     assert host.is_good_on_disk("c20")
-    assert host.nvme.index.get(storage_key("c30")) is None
+    assert host.drive.index.get(storage_key("c30")) is None
     assert not host.place("c30").exists()
 
 
@@ -384,6 +385,6 @@ def test_a_label_that_finds_no_budget_is_known_until_the_next_start(host):
     host.store.budget = "spent"
     host.promotion.learn(chunk("c20"))
     host.run(host.rest())
-    assert host.nvme.index.get(key).label == chunk("c20")
+    assert host.nvme.find(key).label == chunk("c20")
     assert host.store.header(name_of(key)).label.directory_key is None
     assert host.metrics.registry.get_sample_value("warmroute_degraded_total", {"reason": "nvme_label_unwritten"}) == 1

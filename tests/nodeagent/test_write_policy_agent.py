@@ -153,11 +153,30 @@ def test_without_a_rating_writes_are_not_limited_and_the_start_says_so(tmp_path,
         ({"path": "x", "gb": 1, "dwpd": 1}, "capacity_gb and dwpd must be given together"),
         ({"path": "x", "gb": 1, "capacity_gb": 1_000}, "capacity_gb and dwpd must be given together"),
         ({"capacity_gb": 1_000, "dwpd": 1}, "path must be given with dwpd"),
+        ({"paths": [{"path": "x", "gb": 1}], "capacity_gb": 1_000, "dwpd": 1}, "each of several paths has its own"),
+        ({"paths": [{"path": "x", "gb": 1, "dwpd": 1}]}, "capacity_gb and dwpd must be given together"),
         ({"path": "x", "gb": 1, "pinned": ["abc"]}, "pinned"),
         ({"path": "x", "gb": 1, "pinned": ["zz" * 16]}, "pinned"),
     ],
-    ids=["no capacity", "no dwpd", "no drive", "short key", "no hex"],
+    ids=["no capacity", "no dwpd", "no drive", "one for several", "half of one", "short key", "no hex"],
 )
 def test_a_rating_or_pin_that_makes_no_sense_is_refused(nvme, says):
     with pytest.raises(ValidationError, match=says):
         AgentConfig.model_validate({"nvme": nvme})
+
+
+def test_each_of_several_drives_has_a_budget_of_its_own(tmp_path):
+    (tmp_path / "rated").mkdir()
+    fill_bucket(tmp_path / "rated")
+    rated = {"path": str(tmp_path / "rated" / "nvme"), "gb": 1, "capacity_gb": DAY_BYTES / GB, "dwpd": 1.0}
+    unrated = {"path": str(tmp_path / "unrated"), "gb": 1}
+    options = {"nvme_paths": [rated, unrated]}
+    with running_agent(tmp_path, nvme_write="through", **options) as agent, connected(agent.config.door) as client:
+        for number in range(8 * BURST_FILES):
+            put(agent, client, f"n{number}")
+        refused = agent.metric(REFUSED, reason="endurance")
+        assert refused > 0
+        chunks = {drive["drive"]: drive["chunks"] for drive in nvme_status(agent)["drives"]}
+        assert chunks[rated["path"]] == BURST_FILES
+        assert sum(chunks.values()) == 8 * BURST_FILES - refused
+        assert [each["drive"] for each in nvme_status(agent)["write_budgets"]] == [rated["path"]]

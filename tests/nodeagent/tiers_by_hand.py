@@ -24,10 +24,12 @@ from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.drive import Drive
+from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.file_store import FolderStore
-from nodeagent.tiers.nvme import NvmeTier
+from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.promotion import Promotion
-from nodeagent.tiers.restore import restore
+from nodeagent.tiers.quarantine import keep
 from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 from tests.nodeagent.running import label, payload, storage_key
 
@@ -47,6 +49,7 @@ REFUSALS = {
     "nvme_error",
     "nvme_evicted_first",
     "nvme_paused",
+    "nvme_quarantined",
     "nvme_queue_full",
     "nvme_quota",
     "nvme_strange",
@@ -185,24 +188,31 @@ class Host:
         )
         self.dram._threads = ByHand(is_inline=True)
         self.hierarchy = await self.dram.ensure(LENGTH)
-        self.nvme = NvmeTier(
+        self.nvme = NvmeTier(partial(self.heard, Tier.NVME))
+        self.drive = Drive(
             self.store,
             FILES * FILE_BYTES,
-            partial(self.heard, Tier.NVME),
+            self.nvme.note_change,
             self.withdrawn,
             self.metrics,
             write_pause_s=0.0,
+            clock=lambda: 0.0,
         )
-        self.nvme._readers, self.nvme._writer = self.readers, self.writer
+        self.drive.listing.executor = ByHand(is_inline=True)
+        self.file_writer = FileWriter(self.drive, self.metrics)
+        self.nvme.add(self.drive, self.file_writer)
+        self.drive.reads.executor, self.drive.writes.executor = self.readers, self.writer
         self.store.stored = self.offered = 0
         self.nvme.offer = self.offer
         self.admission = Admission(WRITE_POLICIES[self.write](), Pins(), self.dram, self.nvme)
         self.promotion = Promotion(self.dram, self.nvme, self.admission, group, self.metrics)
         self.dram.on_stored = self.promotion.note_stored
-        self.writing = group.create_task(self.nvme.run())
+        self.writing = group.create_task(self.file_writer.run())
         self.hinting = group.create_task(self.promotion.run())
-        await restore(self.nvme, self.metrics, lambda _: asyncio.sleep(0))
-        await self.turn()
+        self.keeping = group.create_task(
+            keep(self.drive, self.nvme.withdraw, self.metrics, sleep=lambda _: asyncio.sleep(0), clock=lambda: 0.0)
+        )
+        await self.rest()
 
     async def stop(self) -> None:
         """As the agent ends: the doors first, then what moves, then the tiers."""
@@ -210,10 +220,11 @@ class Host:
             task.cancel()
         self.opens.clear()
         self.hinting.cancel()
+        self.keeping.cancel()
         await self.turn()
         self.do_jobs(inline=True)
         await self.promotion.close()
-        await self.nvme.close(self.writing)
+        await self.nvme.close([self.writing])
         await self.dram.close()
         self.store.close()
         await self.group.__aexit__(None, None, None)
@@ -226,7 +237,7 @@ class Host:
 
     def offer(self, hierarchy, key) -> None:
         """Count what the tier is asked to write and doesn't have, nor is about to write."""
-        self.offered += self.nvme.index.get(key) is None and key not in self.nvme._writes
+        self.offered += not self.nvme.holds(key) and key not in self.file_writer._writes
         NvmeTier.offer(self.nvme, hierarchy, key)
 
     def refused(self) -> dict[str, float]:
@@ -255,7 +266,7 @@ class Host:
         return [Path(top, name) for top, _, names in os.walk(self.folder) for name in names if len(name) == 64]
 
     def is_good_on_disk(self, name: str) -> bool:
-        found = self.nvme.index.get(storage_key(name)) is not None
+        found = self.nvme.holds(storage_key(name))
         return found and self.place(name).exists() and self.place(name).read_bytes() == good_file(name)
 
     async def turn(self) -> None:
@@ -268,11 +279,23 @@ class Host:
             threads.is_inline = inline
             threads.do_all()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the drive is in quarantine, or its files aren't all known."""
+        return not self.drive.is_up or self.drive.is_restoring
+
+    @property
+    def quarantines(self) -> float:
+        value = self.metrics.registry.get_sample_value("warmroute_degraded_total", {"reason": "nvme_quarantined"})
+        return value or 0
+
     async def rest(self) -> None:
         """Let everything that is under way end."""
         self.do_jobs(inline=True)
         for _ in range(RESTS_MAX):
-            if not (self.opens or self.promotion.loads or self.promotion._hints or self.nvme._writes):
+            if not (
+                self.opens or self.promotion.loads or self.promotion._hints or self.nvme.queued_writes or self.is_away
+            ):
                 break
             await self.turn()
         else:
