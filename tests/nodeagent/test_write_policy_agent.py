@@ -134,6 +134,7 @@ def test_a_spent_budget_is_counted_and_shown_and_holds_after_a_restart(tmp_path,
     told = [record for record in caplog.records if "read only until" in record.message]
     assert [record.levelno for record in told] == [logging.WARNING], "said once"
     with running_agent(tmp_path, **options) as agent, connected(agent.config.door) as client:
+        eventually(lambda: nvme_status(agent)["chunks"] == BURST_FILES, "the index")
         put(agent, client, "after")
         assert agent.metric(REFUSED, reason="endurance") == 1
         assert not is_on_disk(tmp_path, "after")
