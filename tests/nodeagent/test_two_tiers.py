@@ -388,3 +388,14 @@ def test_a_label_that_finds_no_budget_is_known_until_the_next_start(host):
     assert host.nvme.find(key).label == chunk("c20")
     assert host.store.header(name_of(key)).label.directory_key is None
     assert host.metrics.registry.get_sample_value("warmroute_degraded_total", {"reason": "nvme_label_unwritten"}) == 1
+
+
+def test_a_budget_that_is_spent_while_a_chunk_waits_costs_no_other_chunk_its_place(host):
+    host.write_by("hit")
+    put(host, "c20")
+    before = {name for name in ALL if host.is_good_on_disk(name)}
+    host.nvme.offer(host.hierarchy, storage_key("c20"))
+    host.store.budget = "spent"
+    host.run(host.rest())
+    assert host.refused() == {"endurance": 1}
+    assert {name for name in ALL if host.is_good_on_disk(name)} == before
