@@ -99,7 +99,7 @@ async def test_killed_in_a_put_the_chunk_is_there_whole_or_not_at_all(tmp_path, 
         killed_in_a_child(work)
     store.close()
     async with tier_on(store, files=100) as tier:
-        assert {entry.label.storage_key for entry in tier.index.account_of_use()[0]} == {
+        assert {entry.label.storage_key for entry in tier.index.entries()} == {
             storage_key(name) for name in ("ad" if step in IS_THERE else "a")
         }
         check_all(store, {"a", "d"} if step in IS_THERE else {"a"})
