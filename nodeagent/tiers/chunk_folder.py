@@ -57,7 +57,7 @@ class ChunkFolder:
         except (TierUnavailable, OSError):
             os.close(fd)
             raise
-        name = _read_name(lock_fd, is_given=not is_again)
+        name = _read_name(fd, lock_fd, is_given=not is_again)
         if is_again and name != self._name:
             os.close(lock_fd)
             os.close(fd)
@@ -122,7 +122,8 @@ class ChunkFolder:
             )
 
     def _lock(self, folder: int, *, is_made: bool) -> int:
-        flags = os.O_RDWR | FILE_FLAGS | (os.O_CREAT if is_made else 0)
+        # Not to be written: a file system with files open for writing can't be made read-only.
+        flags = os.O_RDONLY | FILE_FLAGS | (os.O_CREAT if is_made else 0)
         with self._refusals():
             fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=folder)
         try:
@@ -135,13 +136,17 @@ class ChunkFolder:
         return fd
 
 
-def _read_name(lock_fd: int, *, is_given: bool) -> bytes:
+def _read_name(folder: int, lock_fd: int, *, is_given: bool) -> bytes:
     """The folder's own name, in its lock's file; given at the first opening, if there is room for it."""
     with contextlib.suppress(OSError):
         name = os.pread(lock_fd, NAME_BYTES_MAX, 0)
         if not name and is_given:
             name = secrets.token_hex(NAME_BYTES_MAX // 2).encode()
-            os.pwrite(lock_fd, name, 0)
+            fd = os.open(LOCK_NAME, os.O_WRONLY | FILE_FLAGS, dir_fd=folder)
+            try:
+                os.pwrite(fd, name, 0)
+            finally:
+                os.close(fd)
         return name
     return b""
 

@@ -21,7 +21,6 @@ from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import Withdrawn
 from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.drive_threads import DriveThreads, hanging_after
-from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.file_store import Store
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
 from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, ReadRate
@@ -58,7 +57,6 @@ class Drive:
         *,
         name: str = "nvme",
         min_free_bytes: int | None = None,
-        policy: str = "lru",
         write_pause_s: float = WRITE_PAUSE_S,
         read_threads: int = READ_THREADS,
         clock: Callable[[], float] = time.monotonic,
@@ -70,7 +68,6 @@ class Drive:
         self.failed = asyncio.Event()
         self.failure = ""
         self.is_restoring = True
-        self._policy = policy
         self._on_change = on_change
         self.index = self._empty_index()
         self._lost: NvmeIndex | None = None
@@ -278,7 +275,7 @@ class Drive:
         return self.reads, self.writes, self.listing
 
     def _empty_index(self) -> NvmeIndex:
-        return NvmeIndex(POLICIES[self._policy](), self._on_change)
+        return NvmeIndex(self._on_change)
 
 
 def _reopen(store: Store) -> SelfTest:

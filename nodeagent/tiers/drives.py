@@ -3,7 +3,7 @@
 A new chunk goes to the drive that weighted rendezvous hashing chooses (highest random weight, by quota): adding or
 removing a drive moves the share of that drive only, and needs no table. A drive that is in quarantine or refuses to
 be written is passed over, so the next in a chunk's own order has it meanwhile. Finding asks all drives: they are few,
-and it costs a look into a dict each.
+and it costs a look into a table each.
 """
 
 import asyncio
@@ -178,4 +178,4 @@ class NvmeTier:
         return next((drive for drive in self.drives if key in drive.index), None)
 
     def _mask_of(self, directory_key: bytes) -> int:
-        return int(Tier.NVME) if any(drive.index.storage_keys(directory_key) for drive in self.drives) else 0
+        return int(Tier.NVME) if any(drive.index.has_label(directory_key) for drive in self.drives) else 0

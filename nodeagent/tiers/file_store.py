@@ -21,6 +21,7 @@ from nodeagent.tiers.chunk_file import FileHeader, decode_header, encode_header,
 from nodeagent.tiers.chunk_folder import FILE_FLAGS, ChunkFolder
 from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.file_io import BufferedIo, FileIo
+from nodeagent.tiers.found_files import FoundFiles
 from nodeagent.tiers.self_test import SelfTest, self_test
 
 FsyncPolicy = Literal["none", "data", "data+dir"]
@@ -34,19 +35,10 @@ _NOT_A_FILE = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, 
 
 
 @dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A file that was there before: its name (32 bytes), its size, and when it was last written or read."""
-
-    name: bytes
-    size_bytes: int
-    modified_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
     """What a folder held at the start; `strangers` counts what isn't the tier's or can't be removed: left alone."""
 
-    files: list[FoundFile]
+    files: FoundFiles
     temporaries_removed: int
     strangers: int
 
@@ -219,7 +211,7 @@ class FolderStore:
 
     def listing(self) -> Listing:
         """See `Store`. A folder that can't be read raises: a quota that counts only half is none."""
-        files: list[FoundFile] = []
+        files = FoundFiles()
         temporaries, strangers = 0, 0
         with contextlib.closing(self._folder.fans()) as fans:
             for folder in fans:
@@ -234,8 +226,8 @@ class FolderStore:
                         if not _NAME.fullmatch(entry.name) or not stat.S_ISREG(status.st_mode):
                             strangers += 1
                             continue
-                        files.append(FoundFile(bytes.fromhex(entry.name), status.st_size, status.st_mtime))
-        files.sort(key=lambda found: found.modified_s, reverse=True)
+                        files.append(bytes.fromhex(entry.name), status.st_size, status.st_mtime)
+        files.sort()
         return Listing(files, temporaries, strangers)
 
     def header(self, name: bytes) -> FileHeader:

@@ -163,7 +163,7 @@ class FileWriter:
         self._drive.room.note_written(written.name, written.size_bytes if is_new else 0, self._drive.index)
         self._drive.index.add(written)
         # Where the label became known during the write, or the file that was there had none.
-        self._learn(written, entry.label)
+        self.learn(entry.label)
         if not is_new:
             self._queue_label(written.label.storage_key)
 

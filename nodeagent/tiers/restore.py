@@ -17,7 +17,8 @@ from nodeagent.registration import Sleep
 from nodeagent.tiers.chunk_file import FileHeader
 from nodeagent.tiers.drive import READ_ERRORS_MAX, Drive
 from nodeagent.tiers.drive_faults import Fault, fault_of
-from nodeagent.tiers.file_store import FoundFile, Listing, Store
+from nodeagent.tiers.file_store import Listing, Store
+from nodeagent.tiers.found_files import FoundFile
 from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, NvmeIndex, order_of_use
 from nodeagent.tiers.room import NVME
 
@@ -44,7 +45,7 @@ async def restore(
             listing.strangers,
         )
     for start in range(0, len(listing.files), FILES_PER_BATCH):
-        batch = [found for found in listing.files[start:][:FILES_PER_BATCH] if index.is_listed(found.name)]
+        batch = [found for found in listing.files.stretch(start, FILES_PER_BATCH) if index.is_listed(found.name)]
         while (error := _own_fault(verdicts := await drive.listing.do(_read_headers, drive.store, batch))) is not None:
             logger.error("files of %s can't be read now, and are tried again: %s", drive.name, error)
             await sleep(LIST_RETRY_S)
@@ -52,9 +53,9 @@ async def restore(
             _take(drive, index, metrics, found, verdict)
         drive.account()
         await sleep(len(batch) / files_per_s)
-    ordered = await drive.listing.do(order_of_use, *index.account_of_use())
-    for start in range(0, len(ordered), REORDER_STEP_KEYS):
-        index.put_in_order(ordered[start : start + REORDER_STEP_KEYS])
+    ordered = await drive.listing.do(order_of_use, index.account_of_use())
+    for start in range(0, len(ordered.rows), REORDER_STEP_KEYS):
+        index.put_in_order(ordered, start, REORDER_STEP_KEYS)
         await asyncio.sleep(0)
     index.end_restoring()
     drive.is_restoring = False

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from nodeagent.labels import ChunkLabel
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, name_of
-from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex, order_of_use
 from tests.nodeagent.lone_drive import (
@@ -129,7 +129,7 @@ async def test_foreign_and_bad_files_are_removed_at_the_start_and_the_others_cou
 @pytest.mark.parametrize("is_used", [False, True], ids=["unused", "used meanwhile"])
 def test_restored_parents_are_not_evicted_before_their_children(is_used):
     """Two chains written root first; the older one may be used between reading and ordering."""
-    index = NvmeIndex(Lru(), lambda key, mask: None)
+    index = NvmeIndex(lambda key, mask: None)
     names = [(chain, position) for chain in "on" for position in range(3)]
     for age, (chain, position) in reversed(list(enumerate(names))):
         parent = f"{chain}{position - 1}" if position else None
@@ -138,7 +138,7 @@ def test_restored_parents_are_not_evicted_before_their_children(is_used):
         )
     if is_used:
         index.touch(storage_key("o2"))
-    index.put_in_order(order_of_use(*index.account_of_use()))
+    index.put_in_order(order_of_use(index.account_of_use()), 0, 100)
     order = [entry.label.storage_key for entry in index.take_victims(100 * FILE_BYTES, 100)]
     expected = ["n2", "n1", "n0", "o2", "o1", "o0"] if is_used else ["o2", "o1", "o0", "n2", "n1", "n0"]
     assert order == [storage_key(name) for name in expected]
@@ -146,15 +146,12 @@ def test_restored_parents_are_not_evicted_before_their_children(is_used):
 
 def test_a_directory_key_is_withdrawn_with_its_last_copy():
     announced = {}
-    index = NvmeIndex(Lru(), announced.__setitem__)
-    entries = []
+    index = NvmeIndex(announced.__setitem__)
     for name in "ab":
-        chunk = label(name)
-        entries.append(NvmeEntry(type(chunk)(chunk.storage_key, b"d" * 16, None, 0), UNKNOWN_IDENTITY, 1, b""))
-        index.add(entries[-1])
-    index.drop(entries[0])
+        index.add(NvmeEntry(ChunkLabel(storage_key(name), b"d" * 16, None, 0), UNKNOWN_IDENTITY, 1, b"c" * 16))
+    index.drop(index.get(storage_key("a")))
     assert announced == {b"d" * 16: 4}
-    index.drop(entries[1])
+    index.drop(index.get(storage_key("b")))
     assert announced == {b"d" * 16: 0}
 
 
@@ -236,7 +233,7 @@ class TierAgainstFolder(RuleBasedStateMachine):
         assert len(on_disk) <= QUOTA_FILES
         assert self.tier.used_bytes <= self.tier.quota_bytes
         announced = {key for key, mask in self.tier.announced.items() if mask}
-        assert announced == set(self.tier.index._by_directory_key)
+        assert announced == set(self.tier.index.directory_keys())
 
 
 TestTierAgainstFolder = TierAgainstFolder.TestCase

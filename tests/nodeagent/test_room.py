@@ -9,7 +9,6 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, file_bytes
 from nodeagent.tiers.drive_threads import DriveThreads
-from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.file_store import FolderStore, Space
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
 from nodeagent.tiers.room import LOOK_S, ROOM_FRACTION, Room
@@ -47,7 +46,7 @@ class Drive:
     def __init__(self, *, quota, total=PLENTY, min_free=0):
         self.now_s = 0.0
         self.store = CountedStore(total)
-        self.index = NvmeIndex(Lru(), lambda key, mask: None)
+        self.index = NvmeIndex(lambda key, mask: None)
         threads = DriveThreads(ByHand(is_inline=True), 10)
         self.room = Room(self.store, threads, quota, min_free, no_wait, AgentMetrics(), lambda: self.now_s)
 

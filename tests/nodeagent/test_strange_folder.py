@@ -151,7 +151,7 @@ def test_a_link_in_the_place_of_a_fan_out_folder_is_refused(store, tmp_path, lev
         put(store)
     with pytest.raises(ChunkCorrupt):
         read(store)
-    assert store.listing().files == []
+    assert list(store.listing().files) == []
     store.remove(name_of(storage_key("a")))
     assert place_of(store).exists(), "nothing is removed through a link"
 

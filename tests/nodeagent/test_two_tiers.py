@@ -204,7 +204,7 @@ class TwoTiers(RuleBasedStateMachine):
         assert hierarchy.arena.free_slots + len(owned) + len(host.reservations) == SLOTS, "every slot has an owner"
         stuck = host.drive.room.stuck
         on_disk = {bytes.fromhex(path.name) for path in host.files()}
-        indexed = {name_of(key) for key in index._entries}
+        indexed = {entry.name for entry in index.entries()}
         assert host.nvme.used_bytes == len(indexed) * FILE_BYTES + sum(stuck.values())
         assert not indexed & set(stuck)
         assert on_disk <= indexed | set(stuck), "every file is accounted for"
@@ -241,7 +241,7 @@ class TwoTiers(RuleBasedStateMachine):
         if hasattr(self, "host"):
             hierarchy, index = self.host.hierarchy, self.host.drive.index
             assert self.host.announced_in(Tier.DRAM) == {key[:16] for key in hierarchy._entries}
-            assert self.host.announced_in(Tier.NVME) == {key[:16] for key in index._entries}
+            assert self.host.announced_in(Tier.NVME) == {entry.label.storage_key[:16] for entry in index.entries()}
 
 
 async def all_tasks():
