@@ -5,7 +5,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +126,7 @@ def running_agent(
     nvme_path: str | None = None,
     nvme_bytes: int | None = None,
     nvme_write: str = "hit",
+    nvme_paths: Sequence[str] = (),
     port: int = 0,
     agent_url: str | None = None,
     walk_interval_s: float = WALK_INTERVAL_S,
@@ -135,6 +136,9 @@ def running_agent(
     nvme: dict[str, Any] = {}
     if nvme_path is not None:
         nvme = {"path": nvme_path, "gb": (nvme_bytes or 0) / GB, "write": nvme_write}
+    if nvme_paths:
+        drives = [{"path": path, "gb": (nvme_bytes or 0) / GB} for path in nvme_paths]
+        nvme = {"paths": drives, "write": nvme_write}
     config = AgentConfig.model_validate(
         {
             "host": host,
