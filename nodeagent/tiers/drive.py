@@ -33,7 +33,8 @@ READS_MAX = 132
 """Reads under way and waiting, per drive."""
 READ_ERRORS_MAX = 3
 """So many reads in a row that the drive fails are its end, for a while."""
-OPEN_WAIT_MAX_S = 10.0
+OPEN_WAIT_MAX_S = 5.0
+"""How long an agent's start waits for its drives; one that takes longer begins in quarantine."""
 CLOSE_WAIT_MAX_S = 5.0
 """How long `close` waits for reads and writes under way: a drive that hangs may never end them."""
 
