@@ -252,7 +252,11 @@ class Agent:
                 read_threads=config.read_threads,
             )
             nvme.add(drive, FileWriter(drive, self._metrics))
-            await drive.open()
+
+        refusals = await asyncio.gather(*(drive.open() for drive in nvme.drives), return_exceptions=True)
+        for refusal in refusals:
+            if refusal is not None:
+                raise refusal
 
     def _add_nvme(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Set the tier behind DRAM going, if there is one; returns the loops that may be cancelled at any moment."""

@@ -3,9 +3,9 @@
 `FileWriter` writes and removes files. Losing the drive costs hit rate: a read that fails is a miss.
 
 A drive that errs again and again, is gone or hangs is *quarantined* by `fail`: nothing is found, asked or written
-any more, at once. What its chunks were is in an index that is nobody's then, `take_lost_keys` withdraws them, and
-`reopen` begins anew with an empty one (`quarantine.py` says when). Whatever of the life before ends later finds its
-index gone and changes nothing.
+any more, at once. What its chunks were is in an index that is nobody's then: `take_lost` gives it to whoever withdraws
+them, and `reopen` begins anew with an empty one (`quarantine.py` says when). Whatever of the life before ends later
+finds its index gone and changes nothing.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ READS_MAX = 132
 """Reads under way and waiting, per drive."""
 READ_ERRORS_MAX = 3
 """So many reads in a row that the drive fails are its end, for a while."""
-OPEN_WAIT_MAX_S = 10.0
+OPEN_WAIT_MAX_S = 5.0
+"""How long an agent's start waits for its drives; one that takes longer begins in quarantine."""
 CLOSE_WAIT_MAX_S = 5.0
 """How long `close` waits for reads and writes under way: a drive that hangs may never end them."""
 
@@ -195,10 +196,10 @@ class Drive:
         self.wake.set()
         self.failed.set()
 
-    def take_lost_keys(self) -> list[bytes]:
-        """The directory keys of a drive that failed: those that no other drive holds are to be withdrawn."""
+    def take_lost(self) -> NvmeIndex:
+        """What a drive that failed held: what no other drive holds is to be withdrawn."""
         lost, self._lost = self._lost, None
-        return lost.directory_keys() if lost is not None else []
+        return lost if lost is not None else self._empty_index()
 
     async def open(self) -> None:
         """Open the store. A drive that errs or hangs begins in quarantine.

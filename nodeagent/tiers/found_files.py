@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from nodeagent.tiers.chunk_file import NAME_BYTES
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
+from nodeagent.tiers.sorted_runs import sorted_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class FoundFiles:
         self._is_listed = bytearray()
         self._oldest = -1
         self.listed = 0
+        self.total_bytes = 0
 
     def append(self, name: bytes, size_bytes: int, modified_s: float) -> None:
         """One file more; before `sort`."""
@@ -45,11 +47,12 @@ class FoundFiles:
         times = self._times
         rows = self._rows = KeyTable(self._names, NAME_BYTES)
         order = array("I")
-        for row in sorted(self._order, key=times.__getitem__, reverse=True):
+        for row in sorted_rows(self._order, times.__getitem__, reverse=True):
             # Where somebody put a file of one name into two folders, the newer counts.
             if rows.find(self._name(row)) == NO_ROW:
                 rows.add(row)
                 order.append(row)
+                self.total_bytes += self._sizes[row]
         self._order = order
         self._is_listed = bytearray(b"\1") * len(self._sizes)
         self._oldest, self.listed = len(self._order) - 1, len(self._order)
@@ -63,11 +66,6 @@ class FoundFiles:
 
     def __iter__(self) -> Iterator[FoundFile]:
         return map(self._at, self._order)
-
-    @property
-    def total_bytes(self) -> int:
-        """The sizes of all."""
-        return sum(self._sizes[row] for row in self._order)
 
     def is_listed(self, name: bytes) -> bool:
         """Whether nobody has taken the file of this name."""

@@ -23,6 +23,7 @@ from nodeagent.messages import STORAGE_KEY_BYTES
 from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
 from nodeagent.tiers.found_files import FoundFiles
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
+from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
 
 REORDER_STEP_KEYS = 4_096
@@ -138,10 +139,15 @@ class NvmeIndex:
         """Whether any chunk has this label."""
         return self._labels.find(directory_key) != NO_ROW
 
-    def directory_keys(self) -> list[bytes]:
-        """All labels that are known."""
-        rows = self._order.oldest_first()
-        return list({self._directory_key(row) for row in rows if self._flags[row] & _HAS_DIRECTORY_KEY})
+    @property
+    def rows(self) -> int:
+        """Rows of the columns, be they in use or not."""
+        return len(self._serials)
+
+    def directory_keys(self, first_row: int, rows_max: int) -> list[bytes]:
+        """The labels in a stretch of the columns; one that several chunks have comes several times."""
+        rows = range(first_row, min(first_row + rows_max, self.rows))
+        return [self._directory_key(row) for row in rows if self._flags[row] & _HAS_DIRECTORY_KEY]
 
     def entries(self) -> Iterator[NvmeEntry]:
         """All chunks, the oldest first. Nothing may change meanwhile."""
@@ -381,15 +387,13 @@ def order_of_use(account: UseAccount) -> OrderOfUse:
     used at the same time the ancestors are the newer ones.
     """
     positions, used = account.positions, account.used_at_s[:]
-    rows = [row for row, serial in enumerate(account.serials) if serial]
-    rows.sort(key=positions.__getitem__, reverse=True)
-    for row in rows:
+    live = array("I", (row for row, serial in enumerate(account.serials) if serial))
+    rows = sorted_rows(live, positions.__getitem__)
+    for row in reversed(rows):
         if not account.flags[row] & _HAS_PARENT:
             continue
         parent = bytes(account.parents[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
         above = account.table.find(parent)
         if above != NO_ROW and positions[above] == positions[row] - 1:
             used[above] = max(used[above], used[row])
-    rows.sort(key=positions.__getitem__)
-    rows.sort(key=used.__getitem__, reverse=True)
-    return OrderOfUse(array("I", rows), used, account.serials)
+    return OrderOfUse(sorted_rows(rows, used.__getitem__, reverse=True), used, account.serials)

@@ -50,9 +50,9 @@ async def keep(
             await _use(drive, metrics, sleep, files_per_s)
         if clock() - came_up > RETRY_MAX_S:
             retry_s = RETRY_FIRST_S
-        keys = drive.take_lost_keys()
-        for start in range(0, len(keys), WITHDRAW_STEP_KEYS):
-            withdraw(keys[start : start + WITHDRAW_STEP_KEYS])
+        lost = drive.take_lost()
+        for first_row in range(0, lost.rows, WITHDRAW_STEP_KEYS):
+            withdraw(lost.directory_keys(first_row, WITHDRAW_STEP_KEYS))
             await asyncio.sleep(0)
         while not drive.is_up:
             await sleep(retry_s)

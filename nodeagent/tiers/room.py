@@ -102,13 +102,14 @@ class Room:
         await self._look()
         if self._excess_bytes(size_bytes, index) <= 0:
             return True
+        life = self._lives
         await self.remove(self._take_stuck(), index)
         while (excess := self._excess_bytes(size_bytes, index)) > 0:
             if not await self._evict(excess + self._step_bytes(index), index):
                 # Nothing is left to give; what a full drive is owed shows at the next write.
                 self.owed_bytes = 0
-                return self._excess_bytes(size_bytes, index) <= 0
-        return True
+                return life == self._lives and self._excess_bytes(size_bytes, index) <= 0
+        return life == self._lives
 
     async def work_ahead(self, index: NvmeIndex) -> bool:
         """Evict down to the lower watermark where the upper one is passed; returns whether something went."""
@@ -180,12 +181,13 @@ class Room:
         self._spare_bytes = space.free_bytes - min_free_of(space, self._min_free_bytes)
 
     async def _evict(self, size_bytes: int, index: NvmeIndex) -> bool:
-        files = self._take_listed(size_bytes, index)
+        life, files = self._lives, self._take_listed(size_bytes, index)
         if not files:
             victims = index.take_victims(size_bytes, VICTIMS_PER_STEP_MAX)
             await self._withdrawn([key for each in victims if (key := each.label.directory_key) is not None])
             files = [(each.name, each.size_bytes) for each in victims]
-        if not files:
+        # A drive that failed meanwhile is left as it is.
+        if not files or life != self._lives:
             return False
         self._metrics.evictions.labels(NVME, "quota").inc(len(files))
         await self.remove(files, index)

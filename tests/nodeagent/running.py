@@ -5,7 +5,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,7 +127,7 @@ def running_agent(
     nvme_bytes: int | None = None,
     nvme_write: str = "hit",
     nvme_more: dict[str, Any] | None = None,
-    nvme_paths: list[dict[str, Any]] | None = None,
+    nvme_paths: Sequence[str | dict[str, Any]] = (),
     port: int = 0,
     agent_url: str | None = None,
     walk_interval_s: float = WALK_INTERVAL_S,
@@ -137,8 +137,10 @@ def running_agent(
     nvme: dict[str, Any] = {}
     if nvme_path is not None:
         nvme = {"path": nvme_path, "gb": (nvme_bytes or 0) / GB, "write": nvme_write, **(nvme_more or {})}
-    if nvme_paths is not None:
-        nvme = {"paths": nvme_paths, "write": nvme_write, **(nvme_more or {})}
+    if nvme_paths:
+        gb = (nvme_bytes or 0) / GB
+        drives = [{"path": each, "gb": gb} if isinstance(each, str) else each for each in nvme_paths]
+        nvme = {"paths": drives, "write": nvme_write, **(nvme_more or {})}
     config = AgentConfig.model_validate(
         {
             "host": host,

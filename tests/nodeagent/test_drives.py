@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 import xxhash
 
+from nodeagent.tiers import drive as one_drive
 from nodeagent.tiers import quarantine
 from nodeagent.tiers.drives import cost
 from tests.nodeagent.lone_drive import LENGTH, soon
-from tests.nodeagent.running import label, payload, storage_key
+from tests.nodeagent.running import label, open_fds, payload, storage_key
 from tests.nodeagent.several_drives import SickStore, drives_on
 
 NAMES = [f"n{number}" for number in range(24)]
@@ -165,6 +166,22 @@ async def test_a_drive_that_fails_at_the_start_is_tried_again_while_the_others_s
         stores[0].error = 0
         await soon(lambda: len(drives.drives[0].index) == len(mine))
         assert await drives.read(mine[0]) == payload(mine[0], LENGTH)
+
+
+async def test_a_drive_that_hangs_at_the_start_does_not_hold_it_up_and_comes_later(tmp_path, monkeypatch):
+    stores = stores_in(tmp_path)
+    async with drives_on(stores) as drives:
+        await drives.write(*NAMES)
+        mine = [name for name in NAMES if drives.where(name) == [0]]
+    before = open_fds()
+    monkeypatch.setattr(one_drive, "OPEN_WAIT_MAX_S", 0.05)
+    stores[0].answers.clear()
+    async with drives_on(stores) as drives:
+        assert [(drive.is_up, drive.failure) for drive in drives.drives] == [(False, "it hangs"), (True, "")]
+        assert await drives.read(next(name for name in NAMES if name not in mine)) is not None
+        stores[0].answers.set()
+        await soon(lambda: len(drives.drives[0].index) == len(mine))
+    assert open_fds() == before
 
 
 async def test_a_folder_that_goes_is_not_replaced_by_another_and_comes_back_with_its_chunks(tmp_path):

@@ -61,6 +61,7 @@ def read(path, io, length, *, is_aligned=True):
 def test_what_is_written_either_way_is_read_either_way(tmp_path, io, length, is_aligned):
     source = memory(length, is_aligned=is_aligned)
     source[:] = data = bytes(payload("a", length))
+    write(tmp_path / "before", io, memoryview(b"\xff" * 8_191))
     flags = write(tmp_path / "file", io, source)
     assert (tmp_path / "file").read_bytes() == HEADER + data + bytes(file_bytes(length) - HEADER_BYTES - length)
     for other in (DirectIo(), BufferedIo()):

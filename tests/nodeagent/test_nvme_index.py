@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.labels import ChunkLabel
+from nodeagent.tiers import sorted_runs
 from nodeagent.tiers.chunk_file import FileHeader, file_bytes
 from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.found_files import FoundFile, FoundFiles
@@ -97,7 +98,7 @@ def test_the_index_orders_as_lru_does_and_announces_what_it_holds(steps):
         assert [each.label.storage_key for each in index.entries()] == list(policy._links)
         labels = {label.directory_key for label in model.values() if label.directory_key is not None}
         assert {directory_key for directory_key, mask in announced.items() if mask} == labels
-        assert set(index.directory_keys()) == labels
+        assert set(index.directory_keys(0, 1_000)) == labels
         for directory_key in labels:
             holders = {key for key, label in model.items() if label.directory_key == directory_key}
             assert set(index.storage_keys(directory_key)) == holders
@@ -140,6 +141,14 @@ def test_found_files_go_oldest_first_and_each_once():
     assert files.take_oldest() == (storage_key("f0"), 1)
     assert files.take_oldest() is None
     assert files.listed == 0
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.booleans())
+def test_sorted_runs_are_what_sorted_gives(ages, reverse):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sorted_runs, "RUN_ROWS", 7)
+        found = sorted_runs.sorted_rows(range(len(ages)), ages.__getitem__, reverse=reverse)
+    assert list(found) == sorted(range(len(ages)), key=ages.__getitem__, reverse=reverse)
 
 
 @pytest.mark.parametrize("count", [5_000])

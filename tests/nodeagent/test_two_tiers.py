@@ -399,3 +399,23 @@ def test_a_budget_that_is_spent_while_a_chunk_waits_costs_no_other_chunk_its_pla
     host.run(host.rest())
     assert host.refused() == {"endurance": 1}
     assert {name for name in ALL if host.is_good_on_disk(name)} == before
+
+
+def test_an_open_does_not_wait_for_a_read_that_a_drive_in_quarantine_may_never_end(host):
+    host.begin_open(["c0"], "p", LONG_S)
+    host.run(host.turn())
+    job, function, arguments = host.readers.jobs.pop(0)
+    assert job.set_running_or_notify_cancel(), "it has begun, and hangs"
+    host.run(fail(host.drive))
+    host.begin_open(["c0"], "q", LONG_S)
+    host.run(host.turn())
+    assert [holder for holder, _ in host.opens] == ["p"], "q was told at once that there is nothing"
+    assert host.hierarchy.open_reservations == 1, "the slot is kept from others while the read may fill it"
+    job.set_result(function(*arguments))
+    host.run(host.rest())
+    assert served(host) == ["c0"]
+    assert host.hierarchy.open_reservations == 0
+
+
+async def fail(drive):
+    drive.fail("told to")
