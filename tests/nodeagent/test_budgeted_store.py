@@ -95,7 +95,7 @@ def test_it_writes_a_burst_and_then_refuses_and_more_comes_together(store, clock
     target = bytearray(LENGTH)
     store.read_into(label("n0").storage_key, memoryview(target))
     assert target == payload("n0", LENGTH), "it is read all the while"
-    store.remove(store.listing().files[0].name)
+    store.remove(next(iter(store.listing().files)).name)
     assert not store.may_write(FILE_BYTES), "what is removed isn't unwritten"
     clock.s += DAY_S / 7
     assert store.may_write(FILE_BYTES)
@@ -165,7 +165,7 @@ def test_where_the_state_cannot_be_saved_nothing_is_written_and_nothing_is_lost(
     (tmp_path / "gone" / STATE_NAME / "in the way").touch()
     with pytest.raises(OSError, match="directory"):
         put(store, "a")
-    assert (store.listing().files, store.available_bytes) == ([], left)
+    assert (list(store.listing().files), store.available_bytes) == ([], left)
     (tmp_path / "gone" / STATE_NAME / "in the way").unlink()
     (tmp_path / "gone" / STATE_NAME).rmdir()
     assert put(store, "a")
