@@ -3,6 +3,7 @@
 DirectoryError
 ├─ DirectoryUnavailable   it can't be reached, or didn't answer in time; nothing is known about a write's fate
 │  └─ PartitionUnavailable   only some of its servers were asked, and none of these answered; the others may
+├─ FunctionsMissing       a server lacks the directory's functions, and they mustn't be loaded from here
 ├─ DirectoryFull          the server is at `maxmemory`: a placement was refused, the server is otherwise well
 ├─ RegistrationRefused    the incarnation exists already; draw another
 ├─ IdentityRefused        an identity, scope or key scheme that could make two different things share a key
@@ -20,6 +21,10 @@ class DirectoryUnavailable(DirectoryError):
 
 class PartitionUnavailable(DirectoryUnavailable):
     """A lookup's partitions are all on servers of a cluster that didn't answer; it says nothing about the others."""
+
+
+class FunctionsMissing(DirectoryError):
+    """A server lacks the directory's functions, and this user, or this command, may not load them."""
 
 
 class DirectoryFull(DirectoryError):

@@ -66,13 +66,13 @@ class Connections:
     Raises what redis-py raises, and `DirectoryUnavailable`; its caller translates, and bounds each call in time.
     """
 
-    def __init__(self, url: ServerUrl) -> None:
+    def __init__(self, url: ServerUrl, loads_functions: bool = True) -> None:
         """Raises `DirectoryError` for what is wrong with the URL; connects when first used."""
-        self._url = url
+        self._url, self._loads_functions = url, loads_functions
         self._topology: Topology = TOPOLOGIES[url.kind](url)
         self._nodes: dict[Address, RedisNode] = {}
         if url.kind != "sentinel":
-            self._nodes = {address: RedisNode(address, url.of_server(address)) for address in url.seeds}
+            self._nodes = {address: self._made(address) for address in url.seeds}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._search: asyncio.Task[Any] | None = None
         self._probing: set[Address] = set()
@@ -227,8 +227,11 @@ class Connections:
     def _node(self, address: Address) -> RedisNode:
         node = self._nodes.get(address)
         if node is None:
-            node = self._nodes[address] = RedisNode(address, self._url.of_server(address))
+            node = self._nodes[address] = self._made(address)
         return node
+
+    def _made(self, address: Address) -> RedisNode:
+        return RedisNode(address, self._url.of_server(address), self._loads_functions)
 
     async def _probe(self, node: RedisNode) -> None:
         try:

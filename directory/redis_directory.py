@@ -70,14 +70,20 @@ class RedisDirectory:
 
     @classmethod
     def connect(
-        cls, url: str, *, key_prefix: str = schema.KEY_PREFIX, clock: Callable[[], float] = time.monotonic
+        cls,
+        url: str,
+        *,
+        key_prefix: str = schema.KEY_PREFIX,
+        clock: Callable[[], float] = time.monotonic,
+        loads_functions: bool = True,
     ) -> "RedisDirectory":
         """A directory on the servers at `url` (see `server_url.py`); connects when first used.
 
-        `key_prefix` begins every key; `clock` gives monotonic seconds. Raises `DirectoryError` for a malformed URL or
-        prefix.
+        `key_prefix` begins every key; `clock` gives monotonic seconds. Without `loads_functions` a server that lacks
+        the functions is left as it is: its calls raise `FunctionsMissing`. Raises `DirectoryError` for a malformed URL
+        or prefix.
         """
-        return cls(Connections(parse_server_url(url)), schema.Keyspace(key_prefix), clock)
+        return cls(Connections(parse_server_url(url), loads_functions), schema.Keyspace(key_prefix), clock)
 
     async def aclose(self) -> None:
         """End what is in flight and close every connection; later calls raise `DirectoryUnavailable`."""

@@ -1,6 +1,7 @@
 """RedisNode: one server's client. It never retries by itself, and knows when its server has fallen silent."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from directory import redis_schema as schema
-from directory.errors import DirectoryError, DirectoryUnavailable
+from directory.errors import DirectoryError, DirectoryUnavailable, FunctionsMissing
 from directory.server_url import Address
 
 CALL_TIMEOUT_S = 1.0
@@ -27,13 +28,16 @@ CALLS_IN_FLIGHT_MAX = 1024
 ASKING = ("ASKING",)
 Command = Sequence[bytes | str | int]
 
+_logger = logging.getLogger(__name__)
+
 
 class RedisNode:
     """A pool of connections to one server. Raises what redis-py raises, and `DirectoryUnavailable` when overfull."""
 
-    def __init__(self, address: Address, url: str) -> None:
+    def __init__(self, address: Address, url: str, loads_functions: bool = True) -> None:
         """Raises `DirectoryError` for a URL that redis-py can't use; connects when first used."""
         self.address = address
+        self._loads_functions, self._is_refusal_told = loads_functions, False
         self._client = Redis(connection_pool=_connection_pool(url))
         self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
         self._calls = 0
@@ -65,14 +69,31 @@ class RedisNode:
             return replies
 
     async def call_function(self, *call: bytes | str | int, asking: bool = False) -> Any:
-        """A function's reply, after loading the library where the server hasn't got it (started afresh, flushed)."""
+        """A function's reply, after loading the library where the server hasn't got it (started afresh, flushed).
+
+        Raises `FunctionsMissing` where it may not be loaded; that is logged once, until the server has it.
+        """
         try:
             return await self.execute(*call, asking=asking)
         except ResponseError as error:
             if "function not found" not in str(error).lower():
                 raise
-        await self.execute("FUNCTION LOAD", "REPLACE", schema.functions_source())
+        await self._load_functions()
         return await self.execute(*call, asking=asking)
+
+    async def _load_functions(self) -> None:
+        missing = f"{self.address} lacks the directory's functions"
+        if not self._loads_functions:
+            raise FunctionsMissing(f"{missing}: run `warmroute directory load` as a user that may load them")
+        try:
+            await self.execute("FUNCTION LOAD", "REPLACE", schema.functions_source())
+        except NoPermissionError as error:
+            sentence = f"{missing}, and this user may not load them: run `warmroute directory load` as the operator"
+            if not self._is_refusal_told:
+                self._is_refusal_told = True
+                _logger.warning("%s", sentence)
+            raise FunctionsMissing(sentence) from error
+        self._is_refusal_told = False
 
     async def probe(self) -> None:
         """Ask a silent server whether it is there; `is_silent` says what came of it."""

@@ -47,7 +47,12 @@ class ServerReport:
         if self.append_only:
             found.append("it keeps an append-only file, which the directory doesn't need: agents announce all again")
         if self.functions == "other":
-            found.append("another release's functions are loaded under this schema's name")
+            found.append(
+                "another release's functions are loaded under this schema's name: `warmroute directory load --force` "
+                "replaces them"
+            )
+        if self.functions == "missing":
+            found.append("the directory's functions aren't loaded: `warmroute directory load` does it, as the operator")
         return tuple(found)
 
 
@@ -71,7 +76,7 @@ def read_report(name: str, info: Any, keys: Any, libraries: Any) -> ServerReport
         fields["aof_enabled"] == "1" if "aof_enabled" in fields else None,
         fields["rdb_last_bgsave_status"] == "ok" if "rdb_last_bgsave_status" in fields else None,
         keys if isinstance(keys, int) else None,
-        _functions_state(libraries),
+        functions_state(libraries),
     )
 
 
@@ -86,7 +91,8 @@ def _info_fields(info: Any) -> dict[str, str]:
     return {name: value for name, colon, value in lines if colon}
 
 
-def _functions_state(libraries: Any) -> str | None:
+def functions_state(libraries: Any) -> str | None:
+    """`current`, `missing` or `other`, from FUNCTION LIST LIBRARYNAME ... WITHCODE as it came; `None` for no list."""
     if not isinstance(libraries, Sequence):
         return None
     if not libraries:

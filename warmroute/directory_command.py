@@ -16,6 +16,7 @@ from pydantic import Field
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
+from directory.function_library import load_functions
 from directory.members import HostRegistration, Member
 from directory.placements import unpack_holders
 from directory.redis_directory import RedisDirectory
@@ -31,6 +32,7 @@ QUESTIONS = {
     "hosts": "who is in the fleet",
     "lookup": "who holds the chunks of these directory keys",
     "stats": "servers, records, holders and lives, from a bounded sample",
+    "load": "load the directory's functions on every master; another release's are replaced with --force only",
     "forget": "end the lives of a host and its engines, or of an engine, by name",
 }
 
@@ -52,7 +54,9 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.description = "Ask the directory, or make it forget. Exit status: 0 done, 1 refused, 2 trouble."
+    parser.description = (
+        "Ask the directory, load its functions, or make it forget. Exit status: 0 done, 1 refused, 2 trouble."
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "questions:\n" + "\n".join(f"  {name:<8}{text}" for name, text in QUESTIONS.items())
     parser.add_argument("question", choices=tuple(QUESTIONS), nargs="?", default="hosts", help="see below; else hosts")
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
     parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
-    parser.add_argument("--force", action="store_true", help="forget: even what is live")
+    parser.add_argument("--force", action="store_true", help="forget: even what is live; load: over another release's")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -87,8 +91,8 @@ _Question = Callable[[RedisDirectory], Awaitable[Answer]]
 def _question(options: argparse.Namespace) -> _Question:
     """What is asked, checked before anything is connected. Raises `ValueError`."""
     names: list[str] = options.names
-    if options.force and options.question != "forget":
-        raise ValueError(f"--force is for forget, not for {options.question}")
+    if options.force and options.question not in ("forget", "load"):
+        raise ValueError(f"--force is for forget and load, not for {options.question}")
     if options.question == "lookup":
         return partial(_lookup, _read_keys(names))
     if options.question == "forget":
@@ -97,12 +101,14 @@ def _question(options: argparse.Namespace) -> _Question:
         return partial(_forget, names[0], options.force)
     if names:
         raise ValueError(f"keys are for lookup: {options.question} takes none, not {names[0]!r}")
+    if options.question == "load":
+        return partial(_load, options.force)
     return _stats if options.question == "stats" else _hosts
 
 
 async def _answered(config: DirectoryConfig, question: _Question) -> Answer:
     directory = RedisDirectory.connect(
-        config.url.get_secret_value(), key_prefix=config.key_prefix, clock=time.monotonic
+        config.url.get_secret_value(), key_prefix=config.key_prefix, clock=time.monotonic, loads_functions=False
     )
     try:
         return await question(directory)
@@ -128,6 +134,15 @@ async def _stats(directory: RedisDirectory) -> Answer:
     for row, server in zip(data["servers"], statistics.servers, strict=True):
         row["warnings"] = list(server.warnings())
     return Answer(data, as_page(statistics))
+
+
+async def _load(is_forced: bool, directory: RedisDirectory) -> Answer:
+    servers = await load_functions(await directory.nodes(), is_forced)
+    lines = [f"{each.server}: {each.became}" + (f": {each.error}" if each.error else "") for each in servers]
+    status = 2 if any(each.error for each in servers) else int(any(each.became == "kept" for each in servers))
+    if any(each.became == "kept" for each in servers):
+        lines.append("kept: another release's functions are loaded there; --force replaces them")
+    return Answer([asdict(each) for each in servers], "\n".join(lines), status)
 
 
 async def _forget(name: str, is_forced: bool, directory: RedisDirectory) -> Answer:

@@ -14,6 +14,7 @@ from directory.errors import (
     RegistrationRefused,
     SchemaMismatch,
 )
+from directory.function_library import load_functions
 from directory.redis_directory import FIRST_STEP_KEYS, RedisDirectory
 from directory.redis_topology import PARTITION_SLOTS
 from directory.statistics import gather
@@ -279,13 +280,17 @@ class TestServers:
     async def test_users_confined_to_the_documented_commands_work(
         self, cluster: ClusterOfThree, directory: RedisDirectory
     ) -> None:
-        await directory.members()
-        await hold_one_of_each(directory)  # the functions are on each of them now
+        for master in cluster.masters:
+            master.client().function_flush()
         users = documented_users()
         for rule in users.values():
             for master in cluster.masters:
                 master.client().execute_command(*rule)
         hosts = ",".join(f"127.0.0.1:{master.port}" for master in cluster.masters)
+        operator = RedisDirectory.connect(f"redis-cluster://operator:pw@{hosts}", loads_functions=False)
+        assert [each.became for each in await load_functions(await operator.nodes(), False)] == ["loaded"] * 3
+        await operator.aclose()
+        await hold_one_of_each(directory)
         agent = RedisDirectory.connect(f"redis-cluster://agent:pw@{hosts}")
         gateway = RedisDirectory.connect(f"redis-cluster://gateway:pw@{hosts}")
         await agent.register(B, HOST, LOAD)

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import redis
 
+from directory import redis_schema as schema
 from directory.interface import Batch
 from directory.members import draw_incarnation
 from directory.placements import partition_of
@@ -103,7 +105,7 @@ def test_a_wrong_key_is_one_sentence(url: str, key: str) -> None:
         (("stats", "extra"), "keys are for lookup: stats takes none, not 'extra'"),
         (("forget",), "forget needs one name"),
         (("forget", "a", "b"), "forget needs one name"),
-        (("hosts", "--force"), "--force is for forget, not for hosts"),
+        (("hosts", "--force"), "--force is for forget and load, not for hosts"),
     ],
 )
 def test_what_is_missing_or_too_much_is_said(url: str, words: tuple[str, ...], says: str) -> None:
@@ -181,6 +183,40 @@ def states(url: str, lives: list[str]) -> list[str]:
 def test_a_name_that_nobody_has_is_not_forgotten(url: str) -> None:
     done = ask(url, "forget", "nobody")
     assert (done.returncode, done.stdout) == (1, "nothing of the name nobody is registered\n")
+
+
+@contextlib.contextmanager
+def functions_of(url: str) -> Iterator["redis.Redis"]:
+    """A plain client; afterwards the functions are as they should be."""
+    with redis.Redis.from_url(url, protocol=2) as client:
+        yield client
+        client.function_load(schema.functions_source(), replace=True)
+
+
+def test_readers_commands_load_no_functions_and_say_what_to_do(url: str) -> None:
+    with functions_of(url) as client:
+        client.function_flush()
+        done = ask(url, "hosts")
+        assert done.returncode == 2
+        assert "lacks the directory's functions: run `warmroute directory load`" in done.stderr
+        ask(url, "stats")
+        ask(url, "forget", "h1")
+        assert client.function_list() == []
+
+
+def test_functions_are_loaded_once_and_another_release_s_are_replaced_by_force_only(url: str) -> None:
+    with functions_of(url) as client:
+        client.function_flush()
+        (row,) = json.loads(ask(url, "load", "--json").stdout)
+        assert row["became"] == "loaded"
+        assert ask(url, "hosts").returncode == 0
+        assert ask(url, "load").stdout.endswith(": current\n")
+        other = schema.functions_source() + "-- another release\n"
+        client.function_load(other, replace=True)
+        kept = ask(url, "load")
+        assert (kept.returncode, ": kept\n" in kept.stdout) == (1, True)
+        assert ask(url, "load", "--force").stdout.endswith(": replaced\n")
+        assert ask(url, "load").stdout.endswith(": current\n")
 
 
 def test_a_server_that_does_not_answer_is_one_sentence() -> None:
