@@ -129,6 +129,7 @@ class Agent:
         nvme = self._nvme
         return {
             "host": self._config.host,
+            "directory": self._host.lives.trouble or "ok",
             "incarnations": _names(self._host),
             "pending_keys": self._host.pending_keys,
             "tiers": {
@@ -149,6 +150,7 @@ class Agent:
                     "models": list(engine.registration.models),
                     "process": engine.process.pid,
                     "is_connected": engine.connection is not None,
+                    "directory": engine.publisher.lives.trouble or "ok",
                     "incarnations": _names(engine.publisher),
                     "pending_keys": engine.publisher.pending_keys,
                     "gpu_chunks": len(engine.publisher.inventory),

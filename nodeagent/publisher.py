@@ -352,8 +352,7 @@ class Publisher:
                 else:
                     await self._walk(self._walk_reason)
                     pause_s = RETRY_MIN_S
-            except DirectoryError as error:
-                logger.debug("a life can't be begun, trying again: %s", error)
+            except DirectoryError:
                 await self._sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
             except Exception:  # the edge of the loop: another life is begun
@@ -369,6 +368,7 @@ class Publisher:
         old, rising = self._life, Life(await self.lives.begin())
         self._rising, self._walk_reason = rising, None
         self._spacing.note_begun(self._clock())
+        logger.info("%s begins the life %s, reason: %s", self.lives.name, rising.incarnation.hex(), reason)
         self._walk_due_at = self._clock() + self._next_interval_s()
         await self._sleep(SETTLE_S)  # others hear of it
         if self._walk_reason not in _OF_LIVES:

@@ -6,7 +6,14 @@ from collections.abc import Awaitable, Callable
 
 from directory.errors import DirectoryError, RegistrationRefused
 from directory.interface import KNOWN_FRESH_S, DirectoryWriter
-from directory.members import RENEW_INTERVAL_S, TERM_S, Load, Registration, draw_incarnation
+from directory.members import (
+    RENEW_INTERVAL_S,
+    TERM_S,
+    HostRegistration,
+    Load,
+    Registration,
+    draw_incarnation,
+)
 from nodeagent.metrics import AgentMetrics
 
 DRAWS_MAX = 3
@@ -74,6 +81,8 @@ class Lives:
         metrics: AgentMetrics,
     ) -> None:
         self.registration = registration
+        self.trouble: str | None = None
+        """Why the directory didn't take the last registration or renewal; `None` where it did."""
         self._directory = directory
         self._load = load
         self._sleep = sleep
@@ -81,6 +90,11 @@ class Lives:
         self._incarnations: list[bytes] = []
         self._unanswered: bytes | None = None
         self._is_reachable = True
+
+    @property
+    def name(self) -> str:
+        """Of the host or engine."""
+        return self.registration.host if isinstance(self.registration, HostRegistration) else self.registration.engine
 
     @property
     def incarnations(self) -> tuple[bytes, ...]:
@@ -102,13 +116,17 @@ class Lives:
                 self._unanswered = None
                 if not is_ours:
                     continue
-            except DirectoryError:
+            except DirectoryError as error:
                 self._unanswered = incarnation
+                self._note_failure("register", error)
                 raise
+            self._note_answer()
             self._unanswered = None
             self._incarnations.append(incarnation)
             return incarnation
-        raise RegistrationRefused(f"{DRAWS_MAX} random incarnations in a row were taken")
+        refused = RegistrationRefused(f"{DRAWS_MAX} random incarnations in a row were taken")
+        self._note_failure("register", refused)
+        raise refused
 
     async def end(self, incarnation: bytes) -> None:
         """Retire a life. Where the directory can't be reached, the life lapses by itself within a term."""
@@ -127,11 +145,9 @@ class Lives:
             try:
                 renewal = await self._directory.renew(incarnation, self._load())
             except DirectoryError as error:
-                self._note_failure(error)
+                self._note_failure("renew", error)
                 continue
-            if not self._is_reachable:
-                self._is_reachable = True
-                logger.debug("lives are renewed again")
+            self._note_answer()
             if incarnation not in self._incarnations:
                 continue
             if not renewal.known:
@@ -149,9 +165,18 @@ class Lives:
             each_time()
             await self._sleep(RENEW_INTERVAL_S)
 
-    def _note_failure(self, error: DirectoryError) -> None:
-        self._metrics.directory_errors.labels("renew").inc()
+    def _note_answer(self) -> None:
+        self.trouble = None
+        if not self._is_reachable:
+            self._is_reachable = True
+            logger.info("the directory takes the registration of %s again", self.name)
+
+    def _note_failure(self, op: str, error: DirectoryError) -> None:
+        self.trouble = f"can't {op}: {error}"
+        self._metrics.directory_errors.labels(op).inc()
         if self._is_reachable:
             self._is_reachable = False
             self._metrics.degraded.labels("directory").inc()
-            logger.debug("a life can't be renewed: %s", error)
+            logger.warning(
+                "the directory doesn't take the registration of %s; serving on, and trying again: %s", self.name, error
+            )

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -148,6 +149,8 @@ def test_a_chunk_from_hello_to_withdrawal_and_the_agents_end_and_return(tmp_path
         assert 'warmroute_announced_chunks{tier="dram"} 1.0' in metrics
         assert 'warmroute_announced_chunks{tier="gpu"} 1.0' in metrics
         assert get(f"{url}/readyz") == b'{"status":"ready"}'
+        status = json.loads(get(f"{url}/status"))
+        assert [status["directory"], *(each["directory"] for each in status["engines"])] == ["ok", "ok"]
         # Evicted: withdrawn from `dram`; the `gpu` placement is the engine's own and stays.
         for number in range(SLOTS):
             assert client.put(label(f"n{number}"), payload(f"n{number}"), WAIT_S) is PutResult.STORED
