@@ -12,10 +12,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from redis.exceptions import AskError, MovedError, RedisError, ResponseError, TryAgainError
+from redis.exceptions import AskError, ClusterCrossSlotError, MovedError, RedisError, ResponseError, TryAgainError
 
 from directory.errors import DirectoryError, DirectoryUnavailable
-from directory.redis_errors import MISPLACED, UNREACHED, map_redis_errors
+from directory.redis_errors import MISPLACED, ONE_OF_A_CLUSTER, UNREACHED, map_redis_errors
 from directory.redis_node import ASKING, Command, RedisNode
 from directory.redis_topology import PARTITION_SLOTS, TOPOLOGIES, Owners, Topology
 from directory.server_url import Address, ServerUrl
@@ -79,7 +79,7 @@ class Connections:
         self._search_error: DirectoryError | None = None
         self._search_interval_s = SEARCH_INTERVAL_MIN_S
         self._searched_at = float("-inf")
-        self._closed = False
+        self._closed = self._is_cluster_told = False
         self._owners: Owners | None = None
         self._shards: tuple[Shard, ...] = ()
         if self._topology.known is not None:
@@ -108,6 +108,7 @@ class Connections:
             return await self._watch(node.call_function(*call))
         except AskError as redirect:
             if not self._topology.follows_redirects:
+                self._tell_of_cluster(node.address)
                 raise
             target = self._node(self._follow(redirect, node.address))
             must_ask = not isinstance(redirect, MovedError)
@@ -171,6 +172,8 @@ class Connections:
                 continue
             if isinstance(reply, MISPLACED):
                 self._suspect()
+            elif isinstance(reply, AskError | ClusterCrossSlotError):
+                self._tell_of_cluster(address)
             _fill(answers, ask, _values_of(reply, len(ask.keys)))
         if onward:
             await asyncio.gather(
@@ -190,6 +193,12 @@ class Connections:
         if isinstance(reply, MovedError):
             return (self._follow(reply, address), False), [ask]
         return (self._follow(reply, address), True), ask.singly()
+
+    def _tell_of_cluster(self, address: Address) -> None:
+        """Say once that the URL is of the wrong kind: some calls work all the same, those of this member's slots."""
+        if not self._is_cluster_told:
+            self._is_cluster_told = True
+            _logger.warning("%s: %s", address, ONE_OF_A_CLUSTER)
 
     def _follow(self, redirect: AskError, address: Address) -> Address:
         """Where a redirect points to. That a slot has moved is noted, and others that did are looked for."""

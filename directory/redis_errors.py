@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from redis.exceptions import (
     AskError,
+    ClusterCrossSlotError,
     ClusterDownError,
     MasterDownError,
     OutOfMemoryError,
@@ -24,6 +25,8 @@ UNREACHED = (RedisConnectionError, RedisTimeoutError, OSError)
 MISPLACED = (ReadOnlyError, MasterDownError, ClusterDownError)
 """Answers of a server that isn't, or isn't yet, the one to ask."""
 
+ONE_OF_A_CLUSTER = "the server is one of a cluster: the URL must begin with redis-cluster://"
+
 _TRANSIENT = (*MISPLACED, TryAgainError)
 _TRANSIENT_PREFIXES = ("BUSY ", "NOREPLICAS ")
 """Answers of a server that is failing over, or at work on something long: redis-py has no class for these."""
@@ -42,8 +45,8 @@ def map_redis_errors() -> Iterator[None]:
         raise DirectoryUnavailable(f"the server isn't ready: {error}") from error
     except OutOfMemoryError as error:
         raise DirectoryFull(f"the server is out of memory: {error}") from error
-    except AskError as error:
-        raise DirectoryError("the server is one of a cluster: the URL must begin with redis-cluster://") from error
+    except (AskError, ClusterCrossSlotError) as error:
+        raise DirectoryError(ONE_OF_A_CLUSTER) from error
     except ResponseError as error:
         message = str(error)
         if message.startswith(_TRANSIENT_PREFIXES):

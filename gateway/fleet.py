@@ -229,6 +229,8 @@ class Fleet:
         excused = self._belief.excused(now)
         if excused and self.directory_state != "many lapsed":
             logger.warning("%d registrations lapsed at once, they are believed for one more term", excused)
+        if self.directory_state.startswith("unavailable"):
+            logger.info("the directory's table can be read again")
         self.directory_state = "many lapsed" if excused else "ok"
 
     def _believe_less(self) -> None:

@@ -21,6 +21,8 @@ CHAINS_MAX = 4
 """Distinct (identity, scheme, chunk size) chains computed for one request."""
 GROUPINGS_MAX = 256
 """Models whose engines' grouping is remembered."""
+PARTIAL_SHOWN_S = 10.0
+"""How long after a lookup's last unknown position it is said: a short prompt's keys may lie where it answers."""
 DEADLINE_MIN_S, DEADLINE_MAX_S, DEADLINE_SHARE = 0.005, 0.05, 0.02
 
 
@@ -98,19 +100,28 @@ class ChunkLookup:
         self._directory, self._clock, self._on_pause = directory, clock, on_pause
         self._breaker = LookupBreaker()
         self._has_answered = False
+        self._refusal: DirectoryError | None = None
+        self._partial_since = self._partial_at = float("-inf")
         self._groupings: dict[str, tuple[Sequence[EngineView], tuple[NamingGroup, ...]]] = {}
 
     @property
     def state(self) -> str:
-        """In plain words, for `/fleet`: `ok`, `none yet`, or how many lookups in a row had no answer in time."""
+        """In plain words, for `/fleet`: `ok`, `partial since ...`, `none yet`, or how many in a row failed, and why."""
         if not self._breaker.failures:
-            return "ok" if self._has_answered else "none yet"
+            return self._answering_state()
         now, pause = self._clock(), ""
         if self._breaker.is_open(now):
             pause = ", none is tried for a moment"
         elif self._breaker.is_half_open(now):
             pause = ", one is tried at a time"
-        return f"{self._breaker.failures} in a row had no answer in time{pause}"
+        trouble = "had no answer in time" if self._refusal is None else f"failed: {self._refusal}"
+        return f"{self._breaker.failures} in a row {trouble}{pause}"
+
+    def _answering_state(self) -> str:
+        now = self._clock()
+        if now - self._partial_at <= PARTIAL_SHOWN_S:
+            return f"partial since {now - self._partial_since:.0f} s ago: a shard doesn't answer"
+        return "ok" if self._has_answered else "none yet"
 
     @property
     def pauses(self) -> int:
@@ -142,12 +153,21 @@ class ChunkLookup:
             raise
         if any(isinstance(answer, PartitionUnavailable) for answer in answers) and not _has_lookup(answers):
             self._breaker.abandoned(lookup)  # a short prompt's keys lie on a shard that is down: the others may serve
-            return _join(asked, answers)
+            return self._joined(asked, answers)
         if not _has_lookup(answers):
             return self._failed(lookup, answers, deadline_s)
         self._breaker.answered()
         self._has_answered = True
-        return _join(asked, answers)
+        return self._joined(asked, answers)
+
+    def _joined(self, chains: Sequence[ChunkChain], answers: Sequence[Lookup | DirectoryError]) -> Holders:
+        """What the answers say together; that a part was missing is noted for `state`."""
+        holders, now = _join(chains, answers), self._clock()
+        if holders.degraded is not None:
+            if now - self._partial_at > PARTIAL_SHOWN_S:
+                self._partial_since = now
+            self._partial_at = now
+        return holders
 
     async def _answers(self, chains: Sequence[ChunkChain], deadline_s: float) -> list[Lookup | DirectoryError]:
         """What each chain's lookup came to: one that fails doesn't lose the others' answers."""
@@ -163,7 +183,12 @@ class ChunkLookup:
             return error
 
     def _failed(self, lookup: SentLookup, answers: Sequence[Lookup | DirectoryError], deadline_s: float) -> Holders:
-        is_timeout = all(isinstance(answer, DirectoryUnavailable) for answer in answers)
+        refusals = [
+            answer
+            for answer in answers
+            if isinstance(answer, DirectoryError) and not isinstance(answer, DirectoryUnavailable)
+        ]
+        is_timeout, self._refusal = not refusals, refusals[0] if refusals else None
         before = self._breaker.pauses
         is_excused = self._breaker.failed(lookup, self._clock(), deadline_s, is_timeout)
         if self._breaker.pauses > before:

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
+from directory.placements import PARTITIONS
 from directory.redis_directory import RedisDirectory
 from gateway.config import EngineConfig
 from warmroute.configuration import without_password
@@ -34,6 +36,8 @@ PORTS = range(20_000, 32_000)
 NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
+START_LOOKUP_S = 2.0
+ONE_OF_EACH_PARTITION = tuple(bytes([partition << 4]) * DIRECTORY_KEY_BYTES for partition in range(PARTITIONS))
 
 
 class FleetError(Exception):
@@ -346,7 +350,7 @@ async def _start_server(launcher: _Launcher, supervisor: Supervisor) -> str:
 async def _check_redis(url: str) -> None:
     trouble = await _redis_trouble(url)
     if trouble is not None:
-        raise FleetError(f"the Redis server at {without_password(url)} doesn't answer: {trouble}")
+        raise FleetError(f"the Redis server at {without_password(url)} can't be used: {trouble}")
 
 
 async def _redis_trouble(url: str) -> str | None:
@@ -357,6 +361,7 @@ async def _redis_trouble(url: str) -> str | None:
         return str(error)
     try:
         await directory.members()
+        await directory.lookup(ONE_OF_EACH_PARTITION, START_LOOKUP_S)  # a member of a cluster refuses it
     except DirectoryError as error:
         return str(error)
     finally:

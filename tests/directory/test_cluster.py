@@ -23,6 +23,7 @@ from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, incarnation, key
 from tests.directory.servers import ClusterOfThree, ServerProcess
 from tests.directory.stands import until
+from warmroute.local_fleet import FleetError, FleetOptions, local_fleet
 
 B = incarnation(2)
 SHORT_S = 0.3
@@ -267,15 +268,30 @@ class TestServers:
                 await call
         await directory.aclose()
 
-    async def test_a_url_of_the_wrong_kind_is_named(self, cluster: ClusterOfThree, raw: "redis.Redis") -> None:
+    async def test_a_url_of_the_wrong_kind_is_named(
+        self, cluster: ClusterOfThree, raw: "redis.Redis", caplog: pytest.LogCaptureFixture
+    ) -> None:
         of_one = RedisDirectory.connect(f"redis://127.0.0.1:{cluster.masters[0].port}")
-        with pytest.raises(DirectoryError, match="must begin with redis-cluster://"):
-            await hold_one_of_each(of_one)
+        for call in (hold_one_of_each(of_one), of_one.lookup(ONE_OF_EACH, DEADLINE_S)):
+            with pytest.raises(DirectoryError, match="must begin with redis-cluster://"):
+                await call
+        (told,) = (record for record in caplog.records if "must begin with redis-cluster://" in record.message)
+        assert told.levelname == "WARNING"
         of_none = RedisDirectory.connect(f"redis-cluster://127.0.0.1:{raw.connection_pool.connection_kwargs['port']}")
         with pytest.raises(DirectoryError, match="cluster"):
             await of_none.members()
         for directory in (of_one, of_none):
             await directory.aclose()
+
+    async def test_a_fleet_does_not_start_on_one_member_of_a_cluster(
+        self, cluster: ClusterOfThree, unused_tcp_port: int
+    ) -> None:
+        member = cluster.owner(PARTITION_SLOTS[0])  # it has the fleet's table, which alone would be well
+        url = f"redis://127.0.0.1:{member.port}"
+        options = FleetOptions(engine_urls=("http://127.0.0.1:1",), port=unused_tcp_port, redis_url=url)
+        with pytest.raises(FleetError, match="must begin with redis-cluster://"):
+            async with local_fleet(options, print):
+                pass
 
     async def test_users_confined_to_the_documented_commands_work(
         self, cluster: ClusterOfThree, directory: RedisDirectory

@@ -1,5 +1,6 @@
 """The fleet's table: who is believed, who may serve, and what a silent directory or a dead agent changes."""
 
+import logging
 from dataclasses import dataclass
 
 import httpx
@@ -156,7 +157,10 @@ async def test_when_more_than_half_lapses_at_once_it_is_believed_for_one_more_te
     assert setup.fleet.table.engines["a"].reach.host == frozenset()
 
 
-async def test_an_unreadable_table_is_believed_for_one_term_and_then_not(setup: Setup) -> None:
+async def test_an_unreadable_table_is_believed_for_one_term_and_then_not(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     await setup.join_host()
     await setup.join("a", A)
     await setup.see()
@@ -169,8 +173,10 @@ async def test_an_unreadable_table_is_believed_for_one_term_and_then_not(setup: 
     assert not setup.fleet.is_directory_known()
     assert setup.fleet.table.serving(MODEL)
     setup.directory.is_down = False
-    await setup.see()
+    for _ in range(2):
+        await setup.see()
     assert setup.fleet.is_directory_known()
+    assert [record.message for record in caplog.records].count("the directory's table can be read again") == 1
 
 
 async def test_a_life_that_ends_between_polls_is_no_longer_believed(setup: Setup) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from directory.chunks import pack_tokens
-from directory.errors import DirectoryUnavailable, PartitionUnavailable
+from directory.errors import DirectoryError, DirectoryUnavailable, PartitionUnavailable
 from directory.identity import UNSCOPED, Scope
 from directory.interface import Lookup
 from directory.members import Member
@@ -17,6 +17,7 @@ from gateway.fleet import EngineView
 from gateway.lookup import (
     CHAINS_MAX,
     GROUPINGS_MAX,
+    PARTIAL_SHOWN_S,
     ChunkChain,
     ChunkLookup,
     chain_chunks,
@@ -46,7 +47,7 @@ class ScriptedReader:
 
     def __init__(self) -> None:
         self.is_down, self.calls = False, 0
-        self.error: type[DirectoryUnavailable] = DirectoryUnavailable
+        self.error: type[DirectoryError] = DirectoryUnavailable
         self.unknown: set[int] = set()
         self.loses_lengths: set[int] = set()
         self.gate: asyncio.Event | None = None
@@ -124,7 +125,7 @@ async def test_a_chain_that_fails_alone_does_not_lose_the_others_answers() -> No
         assert (holders.is_known, holders.degraded) == (True, "partial_directory")
         assert {engine: match.chunks for engine, match in holders.matches.items()} == {"a": 10}
         assert set(holders.keys) == {"a", "c"}
-    assert lookup.state == "ok"
+    assert lookup.state.startswith("partial since")
 
 
 async def test_a_partial_answer_is_no_failure() -> None:
@@ -232,3 +233,28 @@ async def test_a_grouping_is_made_once_for_a_table_and_anew_for_the_next() -> No
 @pytest.mark.parametrize(("prefill_s", "deadline_s"), [(0.01, 0.005), (1.0, 0.02), (60.0, 0.05)])
 def test_the_deadline_is_a_small_share_of_what_a_hit_could_save(prefill_s: float, deadline_s: float) -> None:
     assert lookup_deadline_s(prefill_s) == pytest.approx(deadline_s)
+
+
+async def test_a_refusal_is_shown_with_its_reason() -> None:
+    reader, clock = ScriptedReader(), Clock()
+    lookup = ChunkLookup(reader, clock)
+    reader.is_down, reader.error = True, DirectoryError
+    await lookup.find(chains_of([view("a")], TOKENS, UNSCOPED), 1.0)
+    assert lookup.state.startswith("1 in a row failed: ")
+    reader.is_down = False
+    await lookup.find(chains_of([view("a")], TOKENS, UNSCOPED), 1.0)
+    assert lookup.state == "ok"
+
+
+async def test_partial_answers_are_shown_until_there_was_none_for_a_while() -> None:
+    reader, clock = ScriptedReader(), Clock()
+    lookup, chains = ChunkLookup(reader, clock), chains_of([view("a")], TOKENS, UNSCOPED)
+    reader.unknown = {0}
+    await lookup.find(chains, 1.0)
+    clock.now = 4.0
+    await lookup.find(chains, 1.0)
+    reader.unknown = set()
+    await lookup.find(chains, 1.0)
+    assert lookup.state == "partial since 4 s ago: a shard doesn't answer"
+    clock.now += PARTIAL_SHOWN_S + 0.1
+    assert lookup.state == "ok"

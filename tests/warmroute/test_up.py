@@ -54,7 +54,7 @@ def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"port {port}" in refused(tmp_path, port=port)
-    assert "doesn't answer" in refused(tmp_path, "--redis", f"redis://127.0.0.1:{free_port()}")
+    assert "can't be used" in refused(tmp_path, "--redis", f"redis://127.0.0.1:{free_port()}")
     assert "redis" in refused(tmp_path, "--redis", "http://nonsense").lower()
     assert "--engines" in refused(tmp_path, "--engines", "0")
     assert "--demo" in refused(tmp_path, "--exit")
