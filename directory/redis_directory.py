@@ -38,7 +38,7 @@ from directory.placements import PARTITIONS, partition_of
 from directory.redis_connections import Answer, Connections, Shard
 from directory.redis_errors import map_redis_errors
 from directory.redis_node import CALL_TIMEOUT_S, CONNECTIONS_MAX
-from directory.server_url import parse_server_url
+from directory.server_url import check_server_url
 from directory.statistics import ServerNode
 
 __all__ = ["CALL_TIMEOUT_S", "CONNECTIONS_MAX", "FIRST_STEP_KEYS", "RedisDirectory"]
@@ -83,7 +83,7 @@ class RedisDirectory:
         the functions is left as it is: its calls raise `FunctionsMissing`. Raises `DirectoryError` for a malformed URL
         or prefix.
         """
-        return cls(Connections(parse_server_url(url), loads_functions), schema.Keyspace(key_prefix), clock)
+        return cls(Connections(check_server_url(url), loads_functions), schema.Keyspace(key_prefix), clock)
 
     async def aclose(self) -> None:
         """End what is in flight and close every connection; later calls raise `DirectoryUnavailable`."""

@@ -10,6 +10,7 @@ What stands before the @ is percent-encoded where it isn't a letter or a digit. 
 `sentinel_password`.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,7 +32,12 @@ _SCHEMES: dict[str, tuple[Kind, str]] = {
     "redis-cluster": ("cluster", "redis"),
     "rediss-cluster": ("cluster", "rediss"),
 }
-_TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
+TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_TLS_CHOICES = {
+    "ssl_cert_reqs": ("required", "optional", "none"),
+    "ssl_check_hostname": ("true", "false", "yes", "no", "1", "0"),
+}
 _SENTINEL_OPTIONS = {"sentinel_username", "sentinel_password"}
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\[\]:/?#@,\s]+))(?::([0-9]{1,5}))?")
 
@@ -60,6 +66,11 @@ class ServerUrl:
     _database: str
     _tls: tuple[tuple[str, str], ...] = field(repr=False)
     _sentinel_login: str = field(repr=False)
+
+    @property
+    def tls_options(self) -> tuple[tuple[str, str], ...]:
+        """Names and values, as given."""
+        return self._tls
 
     def of_server(self, address: Address) -> str:
         """The URL of one server that holds the directory, as redis-py reads it.
@@ -92,6 +103,15 @@ def parse_server_url(url: str) -> ServerUrl:
         raise DirectoryError(f"the directory's URL {fault}") from None
 
 
+def check_server_url(url: str) -> ServerUrl:
+    """As `parse_server_url`, and every file that the URL names can be read now."""
+    parsed = parse_server_url(url)
+    for name, path in parsed.tls_options:
+        if name in _TLS_FILES and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            raise DirectoryError(f"the directory's URL names a file that can't be read: {name}={path}")
+    return parsed
+
+
 class _Fault(Exception):
     """What is wrong with a URL, as the end of a sentence."""
 
@@ -107,6 +127,7 @@ def _parse(url: str) -> ServerUrl:
         raise _Fault("has a # or a late @: write @ / ? # in names and passwords as %40 %2F %3F %23")
     login, at, hosts = netloc.rpartition("@")
     options = _options(query, kind)
+    _check_tls(options, scheme)
     seeds: tuple[Address, ...]
     if plain_scheme == "unix":
         if hosts or not path.strip("/"):
@@ -122,13 +143,13 @@ def _parse(url: str) -> ServerUrl:
         plain_scheme,
         login + at,
         options.get("db", database),
-        tuple((name, value) for name, value in options.items() if name in _TLS_OPTIONS),
+        tuple((name, value) for name, value in options.items() if name in TLS_OPTIONS),
         _login_of(options.get("sentinel_username", ""), options.get("sentinel_password", "")),
     )
 
 
 def _options(query: str, kind: Kind) -> dict[str, str]:
-    known = _TLS_OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else set())
+    known = TLS_OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else set())
     known |= {"db"} if kind != "cluster" else set()
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(set(options) - known)
@@ -137,6 +158,17 @@ def _options(query: str, kind: Kind) -> dict[str, str]:
     if not options.get("db", "0").isdigit():
         raise _Fault("has a db that isn't a number")
     return options
+
+
+def _check_tls(options: dict[str, str], scheme: str) -> None:
+    for name in sorted(TLS_OPTIONS & set(options)):
+        if not scheme.startswith("rediss"):
+            raise _Fault(
+                f"has the option {name!r}, which needs TLS: rediss://, rediss-sentinel:// or rediss-cluster://"
+            )
+        choices = _TLS_CHOICES.get(name)
+        if choices and options[name].lower() not in choices:
+            raise _Fault(f"has {name}={options[name]!r}: it must be one of {', '.join(choices)}")
 
 
 def _seeds(hosts: str, kind: Kind) -> tuple[Address, ...]:

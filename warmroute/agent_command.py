@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from directory.errors import DirectoryError
+from directory.server_url import check_server_url
 from nodeagent.agent import run
 from nodeagent.config import AgentConfig
 from nodeagent.errors import AgentError
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="this machine's name in the directory (default: its host name)")
     parser.add_argument("--door", metavar="PATH", help="the Unix socket for engines")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
+    parser.add_argument("--key-prefix", metavar="TEXT", help="begins every key of this fleet (default wr)")
     parser.add_argument("--dram-gb", type=float, metavar="GB", help="quota of the DRAM tier (default 1)")
     parser.add_argument(
         "--nvme", metavar="FOLDER", help="a folder of its own for the NVMe tier (default: no such tier)"
@@ -41,6 +43,7 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         config = load(AgentConfig, options.config, os.environ, _flags(options))
         if options.check:
+            check_server_url(config.directory.url.get_secret_value())
             print(effective(config), end="")
             return 0
         set_up_logging(config.log_level)
@@ -74,6 +77,7 @@ def _flags(options: argparse.Namespace) -> dict[str, object]:
         "host": options.host,
         "door": options.door,
         "directory.url": options.redis,
+        "directory.key_prefix": options.key_prefix,
         "directory.walk_interval_s": options.walk_interval_s,
         "dram.gb": options.dram_gb,
         "nvme.path": options.nvme,

@@ -65,6 +65,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port; its admin port is one above")
     parser.add_argument("--redis", metavar="URL", help="an existing Redis or Valkey instead of the bundled one")
+    parser.add_argument("--key-prefix", metavar="TEXT", help="begins every key of this fleet (default wr)")
     parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF file instead of the model package's")
     parser.add_argument("--dram-gb", type=float, default=0.6, metavar="GB", help="each host's DRAM tier (default 0.6)")
     parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="NVMe tiers here, one per host (default: none)")

@@ -17,12 +17,15 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from directory.server_url import TLS_OPTIONS
+
 PREFIX = "WARMROUTE_"
 _SERVICE_VARIABLE = re.compile(r"WARMROUTE_(.+_)?(SERVICE_(HOST|PORT)(_.+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
 MASK = "***"
 FILE_CHARS_MAX = 1_000_000
 JSON_FIELDS = frozenset({"engines"})
 """Fields that hold lists of sections; other values that begin with a bracket, as addresses do, are texts."""
+HARMLESS_OPTIONS, SECRET_OPTION = (*TLS_OPTIONS, "db", "sentinel_username"), "sentinel_password"
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -199,12 +202,12 @@ def _plain(value: Any) -> Any:
 
 
 def without_password(secret: str) -> str:
-    """A URL without its password, and without its options, which may hold one; anything else is hidden whole.
+    """A URL without its passwords; options that aren't all known may hold one. Anything else is hidden whole.
 
     A password with a `/`, `?` or `#` that isn't percent-encoded looks like a path or more: such a URL is hidden, too.
     """
     scheme, mark, rest = secret.partition("://")
-    place, has_options, _ = rest.partition("?")
+    place, has_options, options = rest.partition("?")
     netloc, slash, path = place.partition("/")
     if not mark or "@" in rest.removeprefix(netloc) or "#" in rest or netloc.count("[") != netloc.count("]"):
         return MASK if secret else ""
@@ -213,4 +216,11 @@ def without_password(secret: str) -> str:
     login, at, hosts = netloc.rpartition("@")
     user, has_password, _ = login.partition(":")
     login = f"{user}:{MASK}" if has_password else login
-    return f"{scheme}://{login}{at}{hosts}{slash}{path}" + (f"?{MASK}" if has_options else "")
+    return f"{scheme}://{login}{at}{hosts}{slash}{path}" + (f"?{_shown(options)}" if has_options else "")
+
+
+def _shown(options: str) -> str:
+    pairs = [pair.partition("=") for pair in options.split("&")]
+    if not all(name in (*HARMLESS_OPTIONS, SECRET_OPTION) for name, _, _ in pairs):
+        return MASK
+    return "&".join(f"{name}={MASK if name == SECRET_OPTION else value}" for name, _, value in pairs)

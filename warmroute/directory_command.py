@@ -20,6 +20,7 @@ from directory.function_library import load_functions
 from directory.members import HostRegistration, Member
 from directory.placements import unpack_holders
 from directory.redis_directory import RedisDirectory
+from directory.server_url import check_server_url
 from directory.statistics import gather, state_of
 from directory.tiers import tier_names
 from gateway.config import DirectoryConfig, Section
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
     parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
+    parser.add_argument("--key-prefix", metavar="TEXT", help="begins every key of this fleet (default wr)")
     parser.add_argument("--force", action="store_true", help="forget: even what is live; load: over another release's")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
@@ -73,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """Answer the question. Trouble is one sentence on stderr, and 2; what is refused is 1."""
     try:
-        config = load(DirectoryCommandConfig, options.config, os.environ, {"directory.url": options.redis})
+        flags = {"directory.url": options.redis, "directory.key_prefix": options.key_prefix}
+        config = load(DirectoryCommandConfig, options.config, os.environ, flags)
         if options.check:
+            check_server_url(config.directory.url.get_secret_value())
             print(effective(config), end="")
             return 0
         answer = asyncio.run(_answered(config.directory, _question(options)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import uvloop
 
 from directory.errors import DirectoryError
+from directory.server_url import check_server_url
 from gateway.app import PortTaken, run
 from gateway.config import GatewayConfig
 from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
     parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
+    parser.add_argument("--key-prefix", metavar="TEXT", help="begins every key of this fleet (default wr)")
     parser.add_argument("--port", type=int, help="the OpenAI-compatible port (default 8000)")
     parser.add_argument("--admin-port", type=int, help="/fleet, /metrics (default: one above --port)")
     parser.add_argument("--bind", help="the address to listen on (default 127.0.0.1)")
@@ -32,6 +34,7 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         config = load(GatewayConfig, options.config, os.environ, _flags(options))
         if options.check:
+            check_server_url(config.directory.url.get_secret_value())
             print(effective(config), end="")
             return 0
         set_up_logging(config.log_level)
@@ -46,6 +49,7 @@ def run_command(options: argparse.Namespace) -> int:
 def _flags(options: argparse.Namespace) -> dict[str, object]:
     return {
         "directory.url": options.redis,
+        "directory.key_prefix": options.key_prefix,
         "listen.port": options.port,
         "listen.admin_port": options.admin_port,
         "listen.bind": options.bind,

@@ -19,6 +19,7 @@ from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
 from directory.placements import PARTITIONS
 from directory.redis_directory import RedisDirectory
+from directory.redis_schema import KEY_PREFIX, Keyspace
 from gateway.config import EngineConfig
 from warmroute.configuration import without_password
 from warmroute.processes import Part, PartFailed, Supervisor
@@ -36,6 +37,7 @@ PORTS = range(20_000, 32_000)
 NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
+URL_VARIABLE, KEY_PREFIX_VARIABLE = "WARMROUTE_DIRECTORY__URL", "WARMROUTE_DIRECTORY__KEY_PREFIX"
 START_LOOKUP_S = 2.0
 ONE_OF_EACH_PARTITION = tuple(bytes([partition << 4]) * DIRECTORY_KEY_BYTES for partition in range(PARTITIONS))
 
@@ -54,6 +56,7 @@ class FleetOptions:
     engine_urls: tuple[str, ...] = ()
     port: int = 8000
     redis_url: str | None = None
+    key_prefix: str = KEY_PREFIX
     model_path: Path | None = None
     use_cache: bool = True
     dram_gb: float = 0.6
@@ -114,7 +117,7 @@ async def local_fleet(options: FleetOptions, say: Callable[[str], None]) -> Asyn
     """
     check_options(options)
     if options.redis_url:
-        await _check_redis(options.redis_url)
+        await _check_redis(options.redis_url, options.key_prefix)
     supervisor = Supervisor(say)
     with run_folder() as folder:
         try:
@@ -134,6 +137,10 @@ def check_options(options: FleetOptions) -> None:
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise FleetError(f"--engine {url}: {reason}") from None
+    try:
+        Keyspace(options.key_prefix)
+    except DirectoryError as error:
+        raise FleetError(f"--key-prefix: {error}") from None
     if options.engines < 1:
         raise FleetError(f"--engines must be at least 1, not {options.engines}")
     if not 0 < options.dram_gb < 1e6:
@@ -325,7 +332,7 @@ class _Launcher:
     def _part_of(self, redis_url: str, name: str, *arguments: str) -> Part:
         """A part that uses the directory. Its URL may hold a password, which everybody could read in a command line."""
         part = self._python(name, "warmroute.cli", *arguments)
-        return replace(part, environment={"WARMROUTE_DIRECTORY__URL": redis_url})
+        return replace(part, environment={URL_VARIABLE: redis_url, KEY_PREFIX_VARIABLE: self.options.key_prefix})
 
     def _python(self, name: str, module: str, *arguments: str) -> Part:
         return self.part(name, sys.executable, "-m", module, *arguments)
@@ -347,16 +354,16 @@ async def _start_server(launcher: _Launcher, supervisor: Supervisor) -> str:
     return url
 
 
-async def _check_redis(url: str) -> None:
-    trouble = await _redis_trouble(url)
+async def _check_redis(url: str, key_prefix: str) -> None:
+    trouble = await _redis_trouble(url, key_prefix)
     if trouble is not None:
         raise FleetError(f"the Redis server at {without_password(url)} can't be used: {trouble}")
 
 
-async def _redis_trouble(url: str) -> str | None:
+async def _redis_trouble(url: str, key_prefix: str = KEY_PREFIX) -> str | None:
     """What keeps the directory from being used, if anything does."""
     try:
-        directory = RedisDirectory.connect(url)
+        directory = RedisDirectory.connect(url, key_prefix=key_prefix)
     except DirectoryError as error:
         return str(error)
     try:

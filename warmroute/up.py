@@ -3,12 +3,15 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from dataclasses import replace
 
+from directory.redis_schema import KEY_PREFIX
 from warmroute.demo import DemoFailed, as_json, as_table, play
 from warmroute.local_fleet import (
+    KEY_PREFIX_VARIABLE,
     MODEL,
     NVME_GB,
     FleetError,
@@ -57,6 +60,7 @@ def _fleet_options(options: argparse.Namespace) -> FleetOptions:
         engine_urls=tuple(url.rstrip("/") for url in options.engine or ()),
         port=options.port,
         redis_url=options.redis,
+        key_prefix=options.key_prefix or os.environ.get(KEY_PREFIX_VARIABLE) or KEY_PREFIX,
         model_path=options.model,
         use_cache=not options.no_cache,
         dram_gb=options.dram_gb,

@@ -61,18 +61,36 @@ def test_a_malformed_url_is_refused_in_one_sentence(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://h?ssl_ca_certs=/ca.pem", "has the option 'ssl_ca_certs', which needs TLS"),
+        ("unix:///s?ssl_cert_reqs=none", "has the option 'ssl_cert_reqs', which needs TLS"),
+        ("redis-cluster://h?ssl_check_hostname=no", "has the option 'ssl_check_hostname', which needs TLS"),
+        ("rediss://h?ssl_cert_reqs=nein", "ssl_cert_reqs='nein': it must be one of required, optional, none"),
+        ("rediss://h?ssl_check_hostname=maybe", "ssl_check_hostname='maybe': it must be one of true, false"),
+        ("rediss-sentinel://h/m?ssl_ca_certs=/no/ca.pem", "a file that can't be read: ssl_ca_certs=/no/ca.pem"),
+        ("rediss://h?ssl_keyfile=/", "a file that can't be read: ssl_keyfile=/"),
+    ],
+)
+def test_a_tls_option_that_cannot_work_is_named(url: str, says: str) -> None:
+    with pytest.raises(DirectoryError) as caught:
+        RedisDirectory.connect(url)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "url",
     [
         "redis://host",
         "redis://user:pass%40word@host:6379/3",
-        "rediss://:password@host:6380?ssl_ca_certs=/etc/ca.pem",
+        f"rediss://:password@host:6380?ssl_ca_certs={__file__}&ssl_cert_reqs=optional",
         "unix:///run/redis.sock",
         "unix://user:password@/run/redis.sock?db=2",
         "redis://[::1]:6379",
         "redis-sentinel://h1,h2:26380,[::1]/mymaster/2?sentinel_password=p%40ss&sentinel_username=u",
         "rediss-sentinel://user:pass@h1/mymaster?ssl_check_hostname=false",
         "redis-cluster://user:pass@h1:7000,[::1]:7001,h3",
-        "rediss-cluster://h1?ssl_ca_certs=/etc/ca.pem",
+        f"rediss-cluster://h1?ssl_ca_certs={__file__}",
     ],
 )
 async def test_a_good_url_is_accepted_without_connecting(url: str) -> None:

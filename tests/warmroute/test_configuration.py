@@ -10,6 +10,7 @@ import yaml
 
 from gateway.config import GatewayConfig
 from nodeagent.config import AgentConfig
+from warmroute.cli import main
 from warmroute.configuration import ConfigurationError, effective, fields, load, without_password
 from warmroute.configuration_page import PARTS, page
 
@@ -242,10 +243,19 @@ def test_an_address_in_brackets_is_a_text() -> None:
         ("redis://u:hunter2#x", "***"),
         ("redis://u:hunter2?x@h:1", "***"),
         ("redis-cluster://me:hunter2@r:1,[::1]:2,s", "redis-cluster://me:***@r:1,[::1]:2,s"),
-        ("redis-sentinel://:hunter2@r,s/m/1?sentinel_password=hunter2", "redis-sentinel://:***@r,s/m/1?***"),
-        ("unix://me:hunter2@/run/r.sock?db=1", "unix://me:***@/run/r.sock?***"),
+        ("redis-sentinel://:hunter2@r,s/m/1?sentinel_password=hunter2", "redis-sentinel://:***@r,s/m/1?sentinel_password=***"),
+        ("unix://me:hunter2@/run/r.sock?db=1", "unix://me:***@/run/r.sock?db=1"),
+        ("rediss://r?ssl_ca_certs=/ca.pem&pw=hunter2", "rediss://r?***"),
         ("unix:///run/r.sock", "unix:///run/r.sock"),
     ],
 )
 def test_a_password_is_hidden_wherever_it_stands(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+@pytest.mark.parametrize("part", ["agent", "gateway", "directory"])
+def test_check_refuses_a_url_that_the_start_would_refuse(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([part, "--check", "--redis", "redis:/127.0.0.1"]) == 2
+    assert capsys.readouterr().err.startswith(f"warmroute {part}: the directory's URL must begin with redis://")
+    assert main([part, "--check", "--redis", "redis://h", "--key-prefix", "team-b"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["directory"]["key_prefix"] == "team-b"

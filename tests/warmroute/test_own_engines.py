@@ -11,12 +11,16 @@ import pytest
 from tests.gateway import mock_engine as mock
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
-from tests.warmroute.fleets import free_port, left_behind, refused, up
+from tests.warmroute.fleets import children, free_port, left_behind, refused, up
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
-async def test_two_plain_servers_serve_chat_streams_and_errors_behind_the_gateway(tmp_path: Path) -> None:
+async def test_two_plain_servers_serve_chat_streams_and_errors_behind_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMROUTE_DIRECTORY__KEY_PREFIX", "team-b")
+
     async def refuse_tools(engine: MockEngine, request: Any, fields: Any) -> Any:
         if fields.get("tools"):
             return await mock.answer_status(400)(engine, request, fields)
@@ -29,6 +33,8 @@ async def test_two_plain_servers_serve_chat_streams_and_errors_behind_the_gatewa
             assert process.stdout is not None
             lines = [await asyncio.to_thread(process.stdout.readline) for _ in range(2)]
             assert f"http://127.0.0.1:{port}/v1" in lines[1]
+            told = [Path(f"/proc/{each}/environ").read_bytes().split(b"\0") for each in children(process.pid)]
+            assert sum(b"WARMROUTE_DIRECTORY__KEY_PREFIX=team-b" in each for each in told) >= 1
             async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k") as client:
                 assert [model.id async for model in client.models.list()] == [MODEL]
                 for number in range(40):  # sessions are hashed: so many miss an engine once in 10**12

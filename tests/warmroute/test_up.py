@@ -58,6 +58,7 @@ def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
     assert "redis" in refused(tmp_path, "--redis", "http://nonsense").lower()
     assert "--engines" in refused(tmp_path, "--engines", "0")
     assert "--demo" in refused(tmp_path, "--exit")
+    assert "--key-prefix" in refused(tmp_path, "--key-prefix", "a:b")
     assert "memory" in refused(tmp_path, "--engines", "1000")
     assert "memory" in refused(tmp_path, "--engine-kind", "vllm", "--engines", "1000")
     assert "--no-cache" in refused(tmp_path, "--engine-kind", "vllm", "--no-cache")
