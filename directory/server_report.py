@@ -26,6 +26,8 @@ class ServerReport:
     last_save_ok: bool | None = None
     keys: int | None = None
     functions: str | None = None
+    error: str | None = None
+    """Why it said nothing at all."""
 
     def warnings(self) -> tuple[str, ...]:
         """What an operator should change, a sentence each."""

@@ -73,7 +73,9 @@ class NodeSample:
     records: Mapping[bytes, bytes] = field(default_factory=dict)
     record_bytes: tuple[int, ...] = ()
     registered_versions: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    """Commands that it refused, each with its reason."""
+    are_keys_known: bool = True
 
     def about(self, count: int) -> int:
         """A count among the keys seen, as one among all keys of the server."""
@@ -84,55 +86,77 @@ class NodeSample:
 
 @dataclass(frozen=True, slots=True)
 class RecordStatistics:
-    """Records, counted or (`is_exact` false) estimated; shares are of the holders in the records sampled."""
+    """Records, counted or (`is_exact` false) estimated; shares are of the holders in the records sampled.
 
-    about_records: int
-    about_records_by_partition: tuple[int, ...]
+    `None` is unknown: no server let its keys be seen, none of its records could be read, or the table couldn't. Where
+    only some of the servers told, the figures are of these.
+    """
+
+    about_records: int | None
+    about_records_by_partition: tuple[int, ...] | None
     is_exact: bool
     sampled: int
-    holders_mean: float
-    holders_p99: int
-    holders_max: int
+    holders_mean: float | None
+    holders_p99: int | None
+    holders_max: int | None
     bytes_mean: float | None
-    holder_share_by_state: Mapping[str, float]
-    holder_share_by_tier: Mapping[str, float]
+    holder_share_by_state: Mapping[str, float] | None
+    holder_share_by_tier: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStatistics:
-    """Everything `warmroute directory stats` says."""
+    """Everything `warmroute directory stats` says; `None` is unknown, and `refused` or a server's `error` says why."""
 
     servers: tuple[ServerReport, ...]
     records: RecordStatistics
-    lives: Mapping[str, Mapping[str, int]]
+    lives: Mapping[str, Mapping[str, int]] | None
     schema_versions: Mapping[str, int]
     """About how many keys there are of each; 0 for one that registered somebody and left nothing else."""
     lookup_keys: int
-    lookup_median_s: float
-    lookup_max_s: float
+    lookup_median_s: float | None
+    lookup_max_s: float | None
     refused: tuple[str, ...]
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether a server didn't answer."""
+        return any(server.error for server in self.servers)
 
 
 async def gather(directory: SampledDirectory, clock: Callable[[], float] = time.perf_counter) -> DirectoryStatistics:
-    """Sample every server and time a few lookups. Raises `DirectoryError`."""
+    """Sample every server and time a few lookups. Raises `DirectoryError` where none of the servers answers."""
     try:
         samples = [await _sample(node, directory.keys) for node in await directory.nodes()]
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise DirectoryError(f"the server answered with something unexpected: {error}") from error
-    members = await directory.members()
+    if all(sample.report.error for sample in samples):
+        raise DirectoryUnavailable("; ".join(f"{each.report.name}: {each.report.error}" for each in samples))
+    refused = []
+    members: tuple[Member, ...] | None = None
+    try:
+        members = await directory.members()
+    except DirectoryError as error:
+        refused.append(f"the fleet's table: {error}")
     keys = [key for sample in samples for key in sample.records][:LOOKUP_KEYS]
     while len(keys) < LOOKUP_KEYS:  # a key that nobody holds costs a lookup as much
         keys.append(draw_incarnation() * (DIRECTORY_KEY_BYTES // 8))
-    spans = []
-    for _ in range(LOOKUPS):
-        began_at = clock()
-        await directory.lookup(keys, LOOKUP_DEADLINE_S)
-        spans.append(clock() - began_at)
-    return summarise(samples, members, sorted(spans))
+    spans: list[float] = []
+    try:
+        for _ in range(LOOKUPS):
+            began_at = clock()
+            await directory.lookup(keys, LOOKUP_DEADLINE_S)
+            spans.append(clock() - began_at)
+    except DirectoryError as error:
+        refused.append(f"lookups: {error}")
+    return summarise(samples, members, sorted(spans), refused)
 
 
 def summarise(
-    samples: Sequence[NodeSample], members: Sequence[Member], sorted_spans_s: Sequence[float]
+    samples: Sequence[NodeSample],
+    members: Sequence[Member] | None,
+    sorted_spans_s: Sequence[float],
+    refused: Sequence[str] = (),
 ) -> DirectoryStatistics:
     """The arithmetic: no I/O."""
     versions = dict.fromkeys((version for sample in samples for version in sample.registered_versions), 0)
@@ -143,22 +167,41 @@ def summarise(
     return DirectoryStatistics(
         servers=tuple(sample.report for sample in samples),
         records=_record_statistics(samples, members),
-        lives=_lives(members),
+        lives=None if members is None else _lives(members),
         schema_versions=versions,
         lookup_keys=LOOKUP_KEYS,
-        lookup_median_s=sorted_spans_s[len(sorted_spans_s) // 2],
-        lookup_max_s=sorted_spans_s[-1],
-        refused=tuple(text for sample in samples for text in sample.refused),
+        lookup_median_s=sorted_spans_s[len(sorted_spans_s) // 2] if sorted_spans_s else None,
+        lookup_max_s=sorted_spans_s[-1] if sorted_spans_s else None,
+        refused=(*_refusals(samples), *refused),
     )
 
 
-def _record_statistics(samples: Sequence[NodeSample], members: Sequence[Member]) -> RecordStatistics:
+def _refusals(samples: Sequence[NodeSample]) -> list[str]:
+    """What was refused: the commands of one reason together, with the servers where that isn't all of them."""
+    servers_by_command: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for sample in samples:
+        for command, reason in sample.refused:
+            servers_by_command.setdefault(command, []).append(sample.report.name)
+            reasons.setdefault(command, reason)
+    commands_by_servers: dict[tuple[str, ...], list[str]] = {}
+    for command, servers in servers_by_command.items():
+        commands_by_servers.setdefault(tuple(servers), []).append(command)
+    return [
+        f"{', '.join(commands)}{'' if len(servers) == len(samples) else ' on ' + ', '.join(servers)}: "
+        f"{reasons[commands[0]]}"
+        for servers, commands in commands_by_servers.items()
+    ]
+
+
+def _record_statistics(all_samples: Sequence[NodeSample], members: Sequence[Member] | None) -> RecordStatistics:
+    samples = [sample for sample in all_samples if sample.are_keys_known]
     by_partition = [0] * PARTITIONS
     for sample in samples:
         for kind, count in sample.kinds.items():
             if kind.what == "record" and kind.partition is not None:
                 by_partition[kind.partition] += sample.about(count)
-    states = {member.incarnation: state_of(member) for member in members}
+    states = {member.incarnation: state_of(member) for member in members or ()}
     by_state = Counter({"live": 0, "lapsed": 0, "retired": 0, "unknown": 0})
     by_tier = Counter({tier.label: 0 for tier in TIERS})
     lengths = []
@@ -172,17 +215,21 @@ def _record_statistics(samples: Sequence[NodeSample], members: Sequence[Member])
     sizes = [size for sample in samples for size in sample.record_bytes]
     total = sum(lengths)
     return RecordStatistics(
-        about_records=sum(by_partition),
-        about_records_by_partition=tuple(by_partition),
-        is_exact=all(sample.is_whole for sample in samples),
+        about_records=sum(by_partition) if samples else None,
+        about_records_by_partition=tuple(by_partition) if samples else None,
+        is_exact=all(sample.is_whole for sample in all_samples),
         sampled=len(lengths),
-        holders_mean=total / len(lengths) if lengths else 0.0,
-        holders_p99=lengths[(len(lengths) * 99) // 100] if lengths else 0,
-        holders_max=lengths[-1] if lengths else 0,
+        holders_mean=total / len(lengths) if lengths else None,
+        holders_p99=lengths[(len(lengths) * 99) // 100] if lengths else None,
+        holders_max=lengths[-1] if lengths else None,
         bytes_mean=sum(sizes) / len(sizes) if sizes else None,
-        holder_share_by_state={state: count / total if total else 0.0 for state, count in by_state.items()},
-        holder_share_by_tier={tier: count / total if total else 0.0 for tier, count in by_tier.items()},
+        holder_share_by_state=_shares(by_state, total) if members is not None else None,
+        holder_share_by_tier=_shares(by_tier, total),
     )
+
+
+def _shares(counts: Mapping[str, int], total: int) -> dict[str, float] | None:
+    return {name: count / total for name, count in counts.items()} if total else None
 
 
 def state_of(member: Member) -> str:
@@ -199,7 +246,15 @@ def _lives(members: Sequence[Member]) -> dict[str, dict[str, int]]:
 
 
 async def _sample(node: ServerNode, names: schema.Keyspace) -> NodeSample:
-    refused: list[str] = []
+    """What the server holds; of one that doesn't answer its name and the error."""
+    try:
+        return await _sample_answering(node, names)
+    except DirectoryUnavailable as error:
+        return NodeSample(ServerReport(node.name, error=str(error)), are_keys_known=False)
+
+
+async def _sample_answering(node: ServerNode, names: schema.Keyspace) -> NodeSample:
+    refused: dict[str, str] = {}
 
     async def ask(*command: Any) -> Any:
         """The answer, or `None` where the server refuses the question."""
@@ -208,7 +263,7 @@ async def _sample(node: ServerNode, names: schema.Keyspace) -> NodeSample:
         except DirectoryUnavailable:
             raise
         except DirectoryError as error:
-            refused.append(f"{node.name} {command[0]}: {error}")
+            refused.setdefault(str(command[0]), str(error))
             return None
 
     report = read_report(
@@ -218,6 +273,7 @@ async def _sample(node: ServerNode, names: schema.Keyspace) -> NodeSample:
         await ask("FUNCTION LIST", "LIBRARYNAME", schema.LIBRARY, "WITHCODE"),
     )
     seen, is_whole = await _some_keys(ask)
+    are_keys_known = bool(seen) or is_whole
     kinds = {key: kind for key in seen if (kind := names.kind_of(key)) is not None}
     by_partition: dict[int, list[bytes]] = {}
     record_keys = [key for key, kind in kinds.items() if kind.what == "record" and kind.version == schema.VERSION]
@@ -236,7 +292,8 @@ async def _sample(node: ServerNode, names: schema.Keyspace) -> NodeSample:
         records,
         tuple(size for size in sizes if isinstance(size, int)),
         await _registered_versions(node, names),
-        refused=tuple(dict.fromkeys(refused)),
+        refused=tuple(refused.items()),
+        are_keys_known=are_keys_known,
     )
 
 

@@ -137,7 +137,7 @@ async def _stats(directory: RedisDirectory) -> Answer:
     data = asdict(statistics)
     for row, server in zip(data["servers"], statistics.servers, strict=True):
         row["warnings"] = list(server.warnings())
-    return Answer(data, as_page(statistics))
+    return Answer(data, as_page(statistics), 2 if statistics.has_trouble else 0)
 
 
 async def _load(is_forced: bool, directory: RedisDirectory) -> Answer:

@@ -7,6 +7,7 @@ from directory.server_report import ServerReport
 from directory.statistics import DirectoryStatistics, RecordStatistics
 
 _NO_SHARES = "-"
+UNKNOWN = "unknown"
 
 
 def as_table(rows: list[dict[str, Any]], if_empty: str) -> str:
@@ -22,19 +23,35 @@ def as_page(statistics: DirectoryStatistics) -> str:
     """Statistics, a line each; what is estimated says `about`."""
     lines = [line for server in statistics.servers for line in _server_lines(server)]
     lines += _record_lines(statistics.records)
-    lives = (f"{role} {_counts(counts)}" for role, counts in statistics.lives.items())
-    lines.append(["lives", "; ".join(lives)])
-    about = "" if statistics.records.is_exact else "about "
-    versions = (f"{version}: {about}{count:,} keys" for version, count in statistics.schema_versions.items())
-    lines.append(["schema", ", ".join(versions) or "nothing is stored"])
-    median, most = statistics.lookup_median_s * 1000, statistics.lookup_max_s * 1000
-    lines.append(["lookup", f"{statistics.lookup_keys} keys: median {median:.2f} ms, at most {most:.2f} ms"])
+    lives = (f"{role} {_counts(counts)}" for role, counts in (statistics.lives or {}).items())
+    lines.append(["lives", "; ".join(lives) or UNKNOWN])
+    about, are_keys_known = (
+        "" if statistics.records.is_exact else "about ",
+        statistics.records.about_records is not None,
+    )
+    versions = ", ".join(
+        f"{version}: {f'{about}{count:,} keys' if are_keys_known else 'keys unknown'}"
+        for version, count in statistics.schema_versions.items()
+    )
+    lines.append(["schema", versions or ("nothing is stored" if are_keys_known else UNKNOWN)])
+    lines.append(["lookup", _lookup_times(statistics)])
     lines += [["refused", text] for text in statistics.refused]
     return _aligned(lines)
 
 
+def _lookup_times(statistics: DirectoryStatistics) -> str:
+    if statistics.lookup_median_s is None or statistics.lookup_max_s is None:
+        return UNKNOWN
+    median, most = statistics.lookup_median_s * 1000, statistics.lookup_max_s * 1000
+    return f"{statistics.lookup_keys} keys: median {median:.2f} ms, at most {most:.2f} ms"
+
+
 def _server_lines(server: ServerReport) -> list[list[str]]:
+    if server.error is not None:
+        return [["server", f"{server.name}: {server.error}"]]
     limit = f"of {_megabytes(server.memory_limit_bytes)}" if server.memory_limit_bytes else "without a limit"
+    if server.memory_limit_bytes is None:
+        limit = "of an unknown limit"
     facts = [
         server.version or "version unknown",
         f"{server.role or 'role unknown'} with {server.replicas if server.replicas is not None else '?'} replicas",
@@ -46,6 +63,8 @@ def _server_lines(server: ServerReport) -> list[list[str]]:
 
 
 def _record_lines(records: RecordStatistics) -> list[list[str]]:
+    if records.about_records is None or records.about_records_by_partition is None:
+        return [["records", UNKNOWN], ["balance", UNKNOWN], ["holders", UNKNOWN]]
     about = "" if records.is_exact else "about "
     size = "" if records.bytes_mean is None else f", {records.bytes_mean:.0f} bytes each"
     mean = records.about_records / len(records.about_records_by_partition)
@@ -53,16 +72,24 @@ def _record_lines(records: RecordStatistics) -> list[list[str]]:
     if mean:
         fullest, emptiest = max(records.about_records_by_partition), min(records.about_records_by_partition)
         balance = f"partitions hold {emptiest / mean:.0%} to {fullest / mean:.0%} of their mean, {about}{mean:,.0f}"
+    if records.holders_mean is None:  # there are none, or none could be read
+        holders = [["holders", UNKNOWN if records.about_records else _NO_SHARES]]
+    else:
+        holders = [
+            ["holders", f"mean {records.holders_mean:.1f}, p99 {records.holders_p99}, at most {records.holders_max}"],
+            ["", f"who: {_shares(records.holder_share_by_state)}"],
+            ["", f"where: {_shares(records.holder_share_by_tier)}"],
+        ]
     return [
         ["records", f"{about}{records.about_records:,}{size} ({records.sampled:,} sampled)"],
         ["balance", balance],
-        ["holders", f"mean {records.holders_mean:.1f}, p99 {records.holders_p99}, at most {records.holders_max}"],
-        ["", f"who: {_shares(records.holder_share_by_state)}"],
-        ["", f"where: {_shares(records.holder_share_by_tier)}"],
+        *holders,
     ]
 
 
-def _shares(shares: Mapping[str, float]) -> str:
+def _shares(shares: Mapping[str, float] | None) -> str:
+    if shares is None:
+        return UNKNOWN
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
 
 

@@ -347,3 +347,23 @@ async def test_statistics_count_every_master(cluster: ClusterOfThree, directory:
     assert found.records.is_exact
     assert set(found.schema_versions) == {"v1"}
     assert not found.refused
+    assert not found.has_trouble
+
+
+async def test_statistics_say_what_the_others_hold_while_a_master_is_silent(
+    cluster: ClusterOfThree, directory: RedisDirectory, paused: list[ServerProcess]
+) -> None:
+    await directory.register(A, HOST, LOAD)
+    await hold_one_of_each(directory)
+    dead = cluster.masters[1]
+    paused.append(dead)
+    dead.pause()
+    found = await gather(directory)
+    errors = {server.name: server.error for server in found.servers}
+    assert [name for name, error in errors.items() if error] == [f"127.0.0.1:{dead.port}"]
+    assert found.has_trouble
+    assert found.records.about_records is not None
+    assert 5 <= found.records.about_records < 16
+    assert not found.records.is_exact
+    assert found.lives is not None
+    assert found.lives["hosts"]["live"] == 1

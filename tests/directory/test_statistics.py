@@ -15,7 +15,7 @@ from directory.interface import Lookup
 from directory.members import Member
 from directory.redis_directory import RedisDirectory
 from directory.server_report import ServerReport, read_report
-from directory.statistics import NodeSample, ServerNode, gather
+from directory.statistics import NodeSample, RecordStatistics, ServerNode, gather
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, incarnation, key
 
 LIVE, RETIRED, STRANGER = (incarnation(number) for number in range(3))
@@ -103,10 +103,33 @@ async def test_what_an_account_may_not_ask_is_left_out_and_said(
     found = await gather(reader)
     await reader.aclose()
     raw.execute_command("ACL DELUSER reader")
-    assert [text.split()[1] for text in found.refused] == ["INFO:", "DBSIZE:", "FUNCTION", "SCAN:"]
-    assert found.records.about_records == 0
+    (refused,) = found.refused
+    assert refused.startswith("INFO, DBSIZE, FUNCTION LIST, SCAN: ")
+    assert found.records == RecordStatistics(None, None, False, 0, *[None] * 6)
+    assert found.lives is not None
     assert found.lives["hosts"]["live"] == 1
     assert found.servers[0].functions is None
+
+
+async def test_a_table_that_may_not_be_read_leaves_lives_and_states_unknown(
+    directory: RedisDirectory, valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    await fill(directory, 16)
+    raw.execute_command("ACL SETUSER reader on >pw ~wr:* -@all +@read +info +function|list +client|setinfo")
+    reader = RedisDirectory.connect(f"redis://reader:pw@127.0.0.1:{valkey.port}")
+    found = await gather(reader)
+    await reader.aclose()
+    raw.execute_command("ACL DELUSER reader")
+    assert found.lives is found.records.holder_share_by_state is None
+    assert found.records.about_records == 16
+    assert found.records.holder_share_by_tier is not None
+    assert [text.partition(":")[0] for text in found.refused] == ["the fleet's table"]
+
+
+async def test_of_an_empty_directory_nothing_is_made_up(directory: RedisDirectory) -> None:
+    records = (await gather(directory)).records
+    assert (records.about_records, records.is_exact, records.sampled) == (0, True, 0)
+    assert records.holders_mean is records.holder_share_by_state is records.holder_share_by_tier is None
 
 
 async def test_a_server_that_is_not_there_is_unavailable(unused_tcp_port: int) -> None:
@@ -171,6 +194,7 @@ TROUBLE: list[tuple[dict[str, Any], str]] = [
     ({"last_save_ok": False}, "MISCONF"),
     ({"append_only": True}, "append-only"),
     ({"functions": "other"}, "another release"),
+    ({"functions": "missing"}, "`warmroute directory load`"),
 ]
 
 

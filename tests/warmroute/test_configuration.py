@@ -243,7 +243,10 @@ def test_an_address_in_brackets_is_a_text() -> None:
         ("redis://u:hunter2#x", "***"),
         ("redis://u:hunter2?x@h:1", "***"),
         ("redis-cluster://me:hunter2@r:1,[::1]:2,s", "redis-cluster://me:***@r:1,[::1]:2,s"),
-        ("redis-sentinel://:hunter2@r,s/m/1?sentinel_password=hunter2", "redis-sentinel://:***@r,s/m/1?sentinel_password=***"),
+        (
+            "redis-sentinel://:hunter2@r,s/m/1?sentinel_password=hunter2",
+            "redis-sentinel://:***@r,s/m/1?sentinel_password=***",
+        ),
         ("unix://me:hunter2@/run/r.sock?db=1", "unix://me:***@/run/r.sock?db=1"),
         ("rediss://r?ssl_ca_certs=/ca.pem&pw=hunter2", "rediss://r?***"),
         ("unix:///run/r.sock", "unix:///run/r.sock"),

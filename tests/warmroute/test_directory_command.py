@@ -19,9 +19,12 @@ from directory.interface import Batch
 from directory.members import draw_incarnation
 from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
+from directory.server_report import ServerReport
+from directory.statistics import NodeSample, summarise
 from tests.directory.stands import running_valkey
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, engine_registration, host_registration
 from warmroute.cli import main
+from warmroute.directory_tables import as_page
 
 KEY = bytes(range(16))
 
@@ -137,6 +140,24 @@ def test_statistics_say_what_the_servers_hold(url: str) -> None:
     assert "functions current" in page["server"]
 
 
+def test_what_a_narrower_user_cannot_know_reads_as_unknown(url: str) -> None:
+    with redis.Redis.from_url(url, protocol=2) as client:
+        client.execute_command("ACL SETUSER narrow on >pw ~wr:* -@all +mget +fcall_ro +hgetall +time +ping +select")
+        page = ask(url.replace("://", "://narrow:pw@"), "stats").stdout
+        client.execute_command("ACL DELUSER narrow")
+    lines = {line.split()[0]: line.split(None, 1)[1] for line in page.splitlines()}
+    assert [lines[name] for name in ("records", "balance", "holders", "schema")] == ["unknown"] * 4
+    assert "unknown used of an unknown limit" in lines["server"]
+    assert lines["lives"].startswith("hosts 1 live")
+    assert sum(line.startswith("refused") for line in page.splitlines()) == 1
+
+
+def test_a_server_that_is_silent_is_named_and_is_trouble() -> None:
+    dead = ServerReport("h:1", error="no answer from the server")
+    page = as_page(summarise([NodeSample(ServerReport("h:2"), is_whole=True), NodeSample(dead)], (), [0.001]))
+    assert page.splitlines()[1].split(None, 1)[1] == "h:1: no answer from the server"
+
+
 def test_a_live_host_is_forgotten_by_force_only(url: str) -> None:
     lives = asyncio.run(join(url, "h9", "e9"))
     refused = ask(url, "forget", "h9", "--json")
@@ -199,7 +220,9 @@ def test_readers_commands_load_no_functions_and_say_what_to_do(url: str) -> None
         done = ask(url, "hosts")
         assert done.returncode == 2
         assert "lacks the directory's functions: run `warmroute directory load`" in done.stderr
-        ask(url, "stats")
+        stats = ask(url, "stats")
+        assert stats.returncode == 0
+        assert "functions missing" in stats.stdout
         ask(url, "forget", "h1")
         assert client.function_list() == []
 
