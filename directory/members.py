@@ -143,7 +143,9 @@ def _decoded_registration(data: bytes) -> Registration:
         if role != "engine":
             raise UnreadableMember(f"unknown role {role!r}")
         return _decode_engine(row)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except KeyError as error:
+        raise UnreadableMember(f"a registration lacks the field {error}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UnreadableMember(f"a registration can't be read: {error!r}") from error
 
 
@@ -178,7 +180,9 @@ def decode_load(data: bytes) -> Load:
             running=_number(row["running"]),
             waiting=_number(row["waiting"]),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except KeyError as error:
+        raise UnreadableMember(f"a load report lacks the field {error}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UnreadableMember(f"a load report can't be read: {error!r}") from error
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
@@ -59,12 +59,23 @@ class ConfigurationError(Exception):
     """The configuration can't be used; the message is a sentence for each thing that is wrong."""
 
 
-def load(kind: type[Config], path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
-    """The configuration in force. `flags` maps dotted paths to values; `None` means not given."""
+def load(
+    kind: type[Config],
+    path: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, Any],
+    others: Sequence[type[BaseModel]] = (),
+) -> Config:
+    """The configuration in force. `flags` maps dotted paths to values; `None` means not given.
+
+    What only a part of `others` knows is passed over, in the file and the variables: its file will do for this part.
+    """
     values = {} if path is None else _read(path)
     known = dict(fields(kind))
+    foreign = {name for other in others for name, _ in fields(other)} - set(known)
+    values = _without(values, foreign)
     for name, text in environment.items():
-        if name.startswith(PREFIX) and not _is_of_a_service(name, text):
+        if name.startswith(PREFIX) and not _is_of_a_service(name, text) and _dotted(name) not in foreign:
             _set(values, _field_of(name, known), text)
     for dotted, value in flags.items():
         if value is not None:
@@ -128,8 +139,21 @@ def _is_of_a_service(name: str, text: str) -> bool:
     )
 
 
+def _without(values: dict[str, Any], foreign: set[str], above: str = "") -> dict[str, Any]:
+    """`values` without the fields whose dotted paths are `foreign`."""
+    kept = {name: value for name, value in values.items() if f"{above}{name}" not in foreign}
+    return {
+        name: _without(value, foreign, f"{above}{name}.") if isinstance(value, dict) else value
+        for name, value in kept.items()
+    }
+
+
+def _dotted(variable: str) -> str:
+    return variable.removeprefix(PREFIX).lower().replace("__", ".")
+
+
 def _field_of(variable: str, known: Mapping[str, FieldInfo]) -> str:
-    dotted = variable.removeprefix(PREFIX).lower().replace("__", ".")
+    dotted = _dotted(variable)
     if dotted in known:
         return dotted
     names = {f"{PREFIX}{each.upper().replace('.', '__')}" for each in known}

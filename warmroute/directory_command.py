@@ -23,9 +23,10 @@ from directory.redis_directory import RedisDirectory
 from directory.server_url import check_server_url
 from directory.statistics import gather, state_of
 from directory.tiers import tier_names
-from gateway.config import DirectoryConfig, Section
+from gateway.config import DirectoryConfig, GatewayConfig, Section
+from nodeagent.config import AgentConfig
 from warmroute.configuration import ConfigurationError, effective, load
-from warmroute.directory_tables import as_page, as_table
+from warmroute.directory_tables import as_page, as_table, printable
 
 LOOKUP_DEADLINE_S = 2.0
 KEYS_MAX = 4096
@@ -76,7 +77,7 @@ def run_command(options: argparse.Namespace) -> int:
     """Answer the question. Trouble is one sentence on stderr, and 2; what is refused is 1."""
     try:
         flags = {"directory.url": options.redis, "directory.key_prefix": options.key_prefix}
-        config = load(DirectoryCommandConfig, options.config, os.environ, flags)
+        config = load(DirectoryCommandConfig, options.config, os.environ, flags, others=(GatewayConfig, AgentConfig))
         if options.check:
             check_server_url(config.directory.url.get_secret_value())
             print(effective(config), end="")
@@ -85,8 +86,16 @@ def run_command(options: argparse.Namespace) -> int:
     except (ConfigurationError, DirectoryError, ValueError) as error:
         print(f"warmroute directory: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(answer.data, indent=1) if options.json else answer.text)
-    return answer.status
+    return _print(json.dumps(answer.data, indent=1) if options.json else answer.text, answer.status)
+
+
+def _print(text: str, status: int) -> int:
+    """Print, to a reader who may have read enough: `| head -1`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
+    return status
 
 
 _Question = Callable[[RedisDirectory], Awaitable[Answer]]
@@ -165,6 +174,7 @@ async def _forget(name: str, is_forced: bool, directory: RedisDirectory) -> Answ
         if live:
             said += "; an agent that still runs begins a new life and announces all again"
     is_done = bool(lives) and (is_forced or not live)
+    said = printable(said)
     rows = [_forgotten_row(member, is_done) for member in lives]
     return Answer({"name": name, "done": is_done, "says": said, "lives": rows}, said, 0 if is_done else 1)
 

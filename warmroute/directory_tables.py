@@ -10,6 +10,11 @@ _NO_SHARES = "-"
 UNKNOWN = "unknown"
 
 
+def printable(text: str) -> str:
+    """`text` without what would move a terminal's cursor or colour it: others chose the names."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def as_table(rows: list[dict[str, Any]], if_empty: str) -> str:
     """Rows under their columns' names; lists and holders in a cell."""
     if not rows:
@@ -102,6 +107,7 @@ def _megabytes(count: int | None) -> str:
 
 
 def _aligned(cells: list[list[str]]) -> str:
+    cells = [[printable(cell) for cell in line] for line in cells]
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells

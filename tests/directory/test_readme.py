@@ -8,7 +8,13 @@ import pytest
 import redis
 
 from directory import redis_schema as schema
-from directory.members import encode_load, encode_registration
+from directory.members import (
+    UnreadableMember,
+    decode_load,
+    decode_registration,
+    encode_load,
+    encode_registration,
+)
 from directory.placements import pack_holders
 from directory.redis_directory import RedisDirectory
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch
@@ -85,3 +91,38 @@ def test_the_implementation_names_no_key_by_itself() -> None:
     source = Path(RedisDirectory.connect.__func__.__code__.co_filename).read_text()  # type: ignore[attr-defined]
     assert "wr:" not in source
     assert "wr_v1" not in source
+
+
+REQUIRED = {
+    of.strip(): fields.replace("`", "").split()
+    for of, fields in re.findall(
+        r"\| (an engine|its `identity`|its `shape`|a host|a load|its `rates`) \| ([^|]*) \|", README
+    )
+}
+WITHIN = {"its `identity`": "identity", "its `shape`": "shape", "its `rates`": "rates"}
+
+
+@pytest.mark.parametrize(("of", "field"), [(of, field) for of, fields in REQUIRED.items() for field in fields])
+def test_what_is_required_is_named_where_it_is_missing(of: str, field: str) -> None:
+    is_load = of in ("a load", "its `rates`")
+    encoded = encode_load(LOAD) if is_load else encode_registration(HOST if of == "a host" else ENGINE)
+    row = json.loads(encoded)
+    part = row[WITHIN[of]] if of in WITHIN else row
+    assert part.pop(field, None) is not None
+    with pytest.raises(UnreadableMember, match=f"'{field}'"):
+        (decode_load if is_load else decode_registration)(json.dumps(row).encode())
+
+
+def test_nothing_else_is_required() -> None:
+    assert len(REQUIRED) == 6
+    registration, load = json.loads(encode_registration(ENGINE)), json.loads(encode_load(LOAD))
+    for row, part, of in (
+        (registration, registration, "an engine"),
+        (registration, registration["identity"], "its `identity`"),
+        (registration, registration["shape"], "its `shape`"),
+        (load, load, "a load"),
+        (load, json.loads(encode_load(LOAD))["rates"], "its `rates`"),
+    ):
+        for field in set(part) - set(REQUIRED[of]):
+            del part[field]
+        (decode_load if row is load else decode_registration)(json.dumps(row).encode())

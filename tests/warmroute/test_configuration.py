@@ -262,3 +262,23 @@ def test_check_refuses_a_url_that_the_start_would_refuse(part: str, capsys: pyte
     assert capsys.readouterr().err.startswith(f"warmroute {part}: the directory's URL must begin with redis://")
     assert main([part, "--check", "--redis", "redis://h", "--key-prefix", "team-b"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["directory"]["key_prefix"] == "team-b"
+
+
+@pytest.mark.parametrize("part", ["agent", "gateway"])
+def test_the_directory_command_reads_the_file_of_another_part(
+    tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.yaml"
+    section = "directory: {url: 'redis://r:1', key_prefix: team-b%s}\n"
+    if part == "agent":
+        rest = "".join(line for line in AGENT_YAML.splitlines(True) if not line.startswith("directory"))
+        path.write_text(section % ", walk_interval_s: 60" + rest)
+    else:
+        path.write_text(section % "" + YAML)
+    monkeypatch.setenv("WARMROUTE_LISTEN__PORT", "9000")
+    assert main(["directory", "--config", str(path), "--check"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown == {"directory": {"url": "redis://r:1", "key_prefix": "team-b"}}
+    path.write_text(path.read_text() + "lisen: {port: 1}\n")
+    assert main(["directory", "--config", str(path)]) == 2
+    assert "lisen" in capsys.readouterr().err

@@ -247,3 +247,15 @@ def test_a_server_that_does_not_answer_is_one_sentence() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("warmroute directory: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_names_cannot_steer_the_terminal(url: str) -> None:
+    asyncio.run(join(url, "h7\x1b[2J\nx", "e7", term_s=0.001))
+    assert "h7\\x1b[2J\\nx" in ask(url, "hosts").stdout
+    assert "\x1b" not in ask(url, "hosts").stdout + ask(url, "forget", "h7\x1b[2J\nx", "--force").stdout
+
+
+def test_a_reader_who_has_read_enough_is_no_trouble(url: str) -> None:
+    line = f"{sys.executable} -m warmroute.cli directory stats --json --redis {url} | true"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
