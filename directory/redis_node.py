@@ -74,10 +74,13 @@ class RedisNode:
         Raises `FunctionsMissing` where it may not be loaded; that is logged once, until the server has it.
         """
         try:
-            return await self.execute(*call, asking=asking)
+            reply = await self.execute(*call, asking=asking)
         except ResponseError as error:
             if "function not found" not in str(error).lower():
                 raise
+        else:
+            self._is_refusal_told = False
+            return reply
         await self._load_functions()
         return await self.execute(*call, asking=asking)
 
@@ -93,7 +96,6 @@ class RedisNode:
                 self._is_refusal_told = True
                 _logger.warning("%s", sentence)
             raise FunctionsMissing(sentence) from error
-        self._is_refusal_told = False
 
     async def probe(self) -> None:
         """Ask a silent server whether it is there; `is_silent` says what came of it."""

@@ -387,6 +387,12 @@ class TestSchema:
                 with pytest.raises(FunctionsMissing, match="run `warmroute directory load` as the operator"):
                     await agent.members()
             assert [record.levelname for record in caplog.records if "lacks" in record.message] == ["WARNING"]
+            raw.function_load(schema.functions_source())
+            await agent.members()
+            raw.function_flush()
+            with pytest.raises(FunctionsMissing):
+                await agent.members()
+            assert sum("lacks" in record.message for record in caplog.records) == 2, "once each time"
             assert await operator.place(batch(A, 3, {K1: 4})) == 2
             assert len(await agent.members()) == 1
         finally:
