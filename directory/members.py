@@ -231,7 +231,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _number(value: Any, above: float | None = None) -> Any:
-    """`value`, if it is a number from zero (or above `above`) to `NUMBER_MAX`: routing divides by what others report."""
+    """`value`, if it is a number from 0 (or above `above`) to `NUMBER_MAX`: routing divides by what others report."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"not a number: {value!r}")
     if not 0 <= value <= NUMBER_MAX or (above is not None and value <= above):
