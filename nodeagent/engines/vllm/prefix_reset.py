@@ -20,9 +20,9 @@ async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) 
         async with asyncio.timeout(RESET_TIMEOUT_S), httpx.AsyncClient(timeout=None, trust_env=False) as http:
             answer = await http.post(f"{engine.registration.url}/reset_prefix_cache")
             is_done = answer.is_success and answer.json().get("success") is True
-    except (httpx.HTTPError, TimeoutError, ValueError, AttributeError, RecursionError):
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, AttributeError, RecursionError):
         return ResetOutcome.REFUSED
     if not is_done:
         return ResetOutcome.REFUSED
-    follower.was_reset(name)
+    await follower.was_reset(name)
     return ResetOutcome.DONE

@@ -16,7 +16,8 @@ from directory.memory import MemoryDirectory
 from directory.tiers import Tier
 from nodeagent.client import ChunkClient, ChunkLabel, EngineHello, PutResult
 from nodeagent.engines.vllm.events import AllBlocksCleared
-from nodeagent.engines.vllm.follower import offload_key, process_life
+from nodeagent.engines.vllm.follower import offload_key
+from nodeagent.engines.vllm.process_life import process_life
 from tests.nodeagent.engines.vllm.publishing_engine import PublishingEngine, publishing
 from tests.nodeagent.engines.vllm.recorded import removed, stored
 from tests.nodeagent.running import WAIT_S, RunningAgent, connected, fast_clock, make_hello, payload, running_agent
@@ -138,10 +139,12 @@ async def test_a_flood_of_events_with_the_directory_stopped_is_drained_and_nothi
             engine.publish(stored([BLOCKS[1]], TOKENS[8:16], BLOCKS[0]), stored([BLOCKS[3]], TOKENS[24:], BLOCKS[2]))
         engine.publish(removed(BLOCKS[3]))
         follower = agent.agent._follower
-        await soon(lambda: follower._subscribers["engine-1"].next_sequence == engine.next, "the socket is drained")
+        await soon(
+            lambda: follower._followed["engine-1"].subscriber.next_sequence == engine.next, "the socket is drained"
+        )
         status = agent.status()["engines"][0]
         assert status["pending_keys"] <= 2 * len(KEYS), "what is in flight, and the newest"
-        assert (status["gpu_chunks"], follower._subscribers["engine-1"].held_batches) == (1, 0)
+        assert (status["gpu_chunks"], follower._followed["engine-1"].subscriber.held_batches) == (1, 0)
         directory.is_stopped = False
         await soon(lambda: tiers_of(agent) == [Tier.GPU, 0], "the newest state")
 

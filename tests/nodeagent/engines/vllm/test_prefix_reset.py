@@ -25,7 +25,7 @@ class Followed:
     def __init__(self) -> None:
         self.reset: list[str] = []
 
-    def was_reset(self, engine: str) -> None:
+    async def was_reset(self, engine: str) -> None:
         self.reset.append(engine)
 
 
