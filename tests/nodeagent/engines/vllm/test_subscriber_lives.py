@@ -117,7 +117,9 @@ async def test_a_saved_table_is_not_claimed_before_the_engine_has_confirmed_it()
             engine.publish(chunk(2))
             await until(lambda: subscriber.held_batches == 1)
             assert (listener.claimed, subscriber.is_known) == (set(), False)
-            assert subscriber.dump(b"life") == dump_table(start, b"life"), "kept as it was, for the next start to confirm"
+            assert subscriber.dump(b"life") == dump_table(start, b"life"), (
+                "kept as it was, for the next start to confirm"
+            )
 
 
 async def test_a_saved_table_that_nobody_confirms_is_dropped_when_the_engine_speaks() -> None:
