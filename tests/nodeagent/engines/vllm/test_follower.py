@@ -1,67 +1,32 @@
 """A foreign engine beside a running agent: its `gpu` tier from its events, its chunks joined with their labels."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
-from msgspec.structs import replace
 
-from directory.chunks import chunk_keys, directory_key, foreign_storage_key, pack_tokens
 from directory.interface import Batch
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
-from nodeagent.client import ChunkClient, ChunkLabel, EngineHello, PutResult
+from nodeagent.client import PutResult
 from nodeagent.engines.vllm.events import AllBlocksCleared
-from nodeagent.engines.vllm.follower import offload_key
 from nodeagent.engines.vllm.process_life import process_life
-from tests.nodeagent.engines.vllm.publishing_engine import PublishingEngine, publishing
+from tests.nodeagent.engines.vllm.attached import (
+    BLOCKS,
+    KEYS,
+    TOKENS,
+    TWO_CHUNKS,
+    followed,
+    hello_of,
+    names,
+    put,
+    soon,
+    tiers_of,
+)
+from tests.nodeagent.engines.vllm.publishing_engine import publishing
 from tests.nodeagent.engines.vllm.recorded import removed, stored
-from tests.nodeagent.running import WAIT_S, RunningAgent, connected, fast_clock, make_hello, payload, running_agent
-
-CHUNK_TOKENS = 16
-BLOCKS = [bytes([number]) * 32 for number in range(1, 5)]
-TOKENS = list(range(100, 100 + 2 * CHUNK_TOKENS))
-TWO_CHUNKS = stored(list(BLOCKS), TOKENS)
-"""Two chunks of two blocks each: the chunks' names are those of the second and the fourth block."""
-
-
-def hello_of(engine: PublishingEngine, **changes: Any) -> EngineHello:
-    return make_hello(events=replace(engine.source, block_tokens=CHUNK_TOKENS // 2), **changes)
-
-
-DIGEST = make_hello().identity.fleet_digest()
-KEYS = [directory_key(key) for key in chunk_keys(DIGEST, pack_tokens(TOKENS), CHUNK_TOKENS)]
-
-
-def names(index: int) -> bytes:
-    return foreign_storage_key(DIGEST, offload_key(BLOCKS[2 * index + 1]))
-
-
-def put(client: ChunkClient, index: int, data: str | None = None) -> PutResult:
-    return client.put(ChunkLabel(names(index), None, None, index), payload(data or f"chunk {index}"), WAIT_S)
-
-
-async def soon(holds: Callable[[], Any], what: str) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not await asyncio.to_thread(holds):
-            await asyncio.sleep(0.02)
-
-
-def tiers_of(agent: RunningAgent) -> list[int]:
-    return [agent.believed(key) for key in KEYS]
-
-
-@asynccontextmanager
-async def followed(
-    folder: Path, engine: PublishingEngine, **changes: Any
-) -> AsyncIterator[tuple[RunningAgent, ChunkClient]]:
-    with running_agent(folder, **changes) as agent:
-        with connected(agent.config.door, hello_of(engine)) as client:
-            yield agent, client
+from tests.nodeagent.running import WAIT_S, connected, fast_clock, running_agent
 
 
 async def test_the_gpu_tier_is_what_the_events_say_and_not_what_the_door_says(tmp_path: Path) -> None:
