@@ -1,6 +1,7 @@
 """A foreign engine beside a running agent: its `gpu` tier from its events, its chunks joined with their labels."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,14 @@ from directory.interface import Batch
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
 from nodeagent.client import PutResult
+from nodeagent.engines.vllm import follower as vllm_follower
 from nodeagent.engines.vllm.events import AllBlocksCleared
 from nodeagent.engines.vllm.process_life import process_life
+from nodeagent.engines.vllm.saved_table import load_table
 from tests.nodeagent.engines.vllm.attached import (
     BLOCKS,
+    CHUNK_TOKENS,
+    DIGEST,
     KEYS,
     TOKENS,
     TWO_CHUNKS,
@@ -26,7 +31,13 @@ from tests.nodeagent.engines.vllm.attached import (
 )
 from tests.nodeagent.engines.vllm.publishing_engine import publishing
 from tests.nodeagent.engines.vllm.recorded import removed, stored
-from tests.nodeagent.running import WAIT_S, connected, fast_clock, running_agent
+from tests.nodeagent.running import (
+    WAIT_S,
+    RunningAgent,
+    connected,
+    fast_clock,
+    running_agent,
+)
 
 
 async def test_the_gpu_tier_is_what_the_events_say_and_not_what_the_door_says(tmp_path: Path) -> None:
@@ -137,6 +148,54 @@ async def test_an_agent_that_restarts_knows_what_prefix_hits_do_not_tell(tmp_pat
             assert agent.metric("warmroute_degraded_total", reason="gpu_unknown") == 0
 
 
+def saved_in(agent: RunningAgent) -> bytes | None:
+    files = list(agent.config.state.glob("*.gpu"))
+    return files[0].read_bytes() if files else None
+
+
+async def test_a_reset_is_on_disk_before_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an agent that is killed then doesn't claim again what an idle engine says nothing of."""
+    monkeypatch.setattr(vllm_follower, "SAVE_INTERVAL_S", 0.1)
+    async with publishing() as engine:
+        directory = MemoryDirectory(fast_clock)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await engine.listened_to()
+            engine.publish(TWO_CHUNKS)
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+            await soon(lambda: saved_in(agent), "the save")
+            monkeypatch.setattr(vllm_follower, "SAVE_INTERVAL_S", 1e6)
+            follower = agent.agent._follower
+            await asyncio.to_thread(lambda: agent.call(follower.was_reset("engine-1")))
+            killed = saved_in(agent)
+        (path,) = agent.config.state.glob("*.gpu")
+        assert killed is not None
+        path.write_bytes(killed)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await soon(lambda: agent.status()["engines"][0]["gpu_is_known"], "it is in step")
+            assert tiers_of(agent) == [0, 0]
+            assert agent.status()["engines"][0]["gpu_chunks"] == 0
+
+
+async def test_a_saved_table_outlives_an_agent_that_never_came_into_step(tmp_path: Path) -> None:
+    async with publishing() as engine:
+        directory = MemoryDirectory(fast_clock)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await engine.listened_to()
+            engine.publish(TWO_CHUNKS)
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        engine.buffer.clear()  # nothing is repeated but to whoever has what was saved
+        engine.publish()
+        engine.is_replay_mute = True
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await soon(lambda: len(engine.requests) > 1, "it asks, and isn't answered")
+        data = saved_in(agent)
+        assert data is not None
+        life = process_life(os.getpid())
+        saved = load_table(data, life=life, fleet_digest=DIGEST, chunk_tokens=CHUNK_TOKENS, adapters={}.get)
+        assert saved is not None
+        assert saved.table.held == set(KEYS)
+
+
 async def test_a_gap_that_the_engine_cannot_close_leaves_nothing_claimed(tmp_path: Path) -> None:
     async with publishing(buffer_batches=2) as engine:
         directory = MemoryDirectory(fast_clock)
@@ -181,8 +240,6 @@ async def test_metrics_reach_the_registration_and_sleep_empties_the_gpu_tier(tmp
 
 
 def test_a_life_is_one_processs() -> None:
-    import os
-
     assert process_life(os.getpid()) == process_life(os.getpid())
     assert process_life(os.getpid()) != process_life(os.getppid())
     assert process_life(2**22 + 1) != process_life(2**22 + 1), "an unknown process is nobody's"
