@@ -250,10 +250,14 @@ def _no_adapter(name: str) -> bytes | None:
 
 
 async def _fetch(http: httpx.AsyncClient, url: str) -> str:
+    """The body as text, in `SCRAPE_TIMEOUT_S` altogether. Not compressed: a few bytes could be a gigabyte."""
     body = bytearray()
-    async with http.stream("GET", url) as answer:
+    headers = {"accept-encoding": "identity"}
+    async with asyncio.timeout(SCRAPE_TIMEOUT_S), http.stream("GET", url, headers=headers) as answer:
         answer.raise_for_status()
-        async for part in answer.aiter_bytes():
+        if answer.headers.get("content-encoding", "identity") != "identity":
+            raise MetricsUnreadable("the answer is compressed")
+        async for part in answer.aiter_raw():
             body += part
             if len(body) > METRICS_BYTES_MAX:
                 raise MetricsUnreadable(f"more than {METRICS_BYTES_MAX} bytes")

@@ -1,5 +1,7 @@
 """One engine's strange words cost that engine alone: the agent lives on, and another engine's knowledge with it."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from aiohttp import web
 
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
+from nodeagent.engines.vllm import follower as vllm_follower
 from nodeagent.engines.vllm.events import AllBlocksCleared
 from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.messages import KvEventSource
@@ -52,6 +55,30 @@ async def test_metrics_that_cannot_be_true_cost_the_metrics_only(tmp_path: Path,
             await soon(lambda: agent.metric("warmroute_degraded_total", reason="engine_metrics") == 1, "it is counted")
             assert tiers_of(agent) == [Tier.GPU, Tier.GPU]
             assert agent.metric("warmroute_degraded_total", reason="engine_fault") == 0
+
+
+@pytest.mark.parametrize("kind", ["compressed", "endless", "trickling"])
+async def test_metrics_that_are_no_answer_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(vllm_follower, "SCRAPE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(vllm_follower, "METRICS_BYTES_MAX", 10_000)
+    monkeypatch.setattr(vllm_follower, "SCRAPES_FAILED_MAX", 2)
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        if kind == "compressed":
+            answer.headers["content-encoding"] = "gzip"
+        await answer.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20 if kind == "compressed" else 10**6):
+                await answer.write(b"#\n" if kind == "trickling" else b"#\n" * 1_000)
+                await asyncio.sleep(0.01)
+        return answer
+
+    async with serving(metrics) as url, publishing() as engine:
+        with running_agent(tmp_path) as agent, connected(agent.config.door, hello_of(engine, url=url)):
+            await soon(lambda: agent.metric("warmroute_degraded_total", reason="engine_metrics") == 1, "it is counted")
 
 
 async def test_a_batch_numbered_minus_one_is_no_batch(tmp_path: Path) -> None:
