@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from nodeagent.config import AgentConfig
 from nodeagent.engines.vllm.process_life import process_life
 from nodeagent.engines.vllm.staging_notes import NOTE_SUFFIX, StagingNotes
+from tests.nodeagent.engines.vllm.publishing_engine import publishing
+from tests.nodeagent.running import connected, eventually, make_hello, running_agent
 
 NAME = "a" * 32
 
@@ -128,3 +132,28 @@ def test_a_note_that_is_damaged_costs_nothing(notes: StagingNotes, shared: Path,
     (tmp_path / "state" / f"b{NOTE_SUFFIX}").write_bytes(data)
     noted(notes, file)
     assert notes.sweep() == 1
+
+
+@pytest.fixture
+def in_shared_memory() -> Iterator[Path]:
+    file = staged(Path("/dev/shm"), f"test-{os.getpid()}")
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def test_an_agent_removes_at_its_start_what_an_engine_left_behind(tmp_path: Path, in_shared_memory: Path) -> None:
+    state = AgentConfig.model_validate({"host": "h", "door": str(tmp_path / "door.sock")}).state
+    noted(StagingNotes(state), in_shared_memory)
+    with running_agent(tmp_path):
+        eventually(lambda: not in_shared_memory.exists(), "the file goes")
+
+
+async def test_an_agent_notes_the_file_of_an_engine_that_is_attached_and_leaves_it_while_it_lives(
+    tmp_path: Path, in_shared_memory: Path
+) -> None:
+    async with publishing() as engine:
+        hello = make_hello(events=replace(engine.source, staging_path=str(in_shared_memory)))
+        for _ in range(2):
+            with running_agent(tmp_path) as agent, connected(agent.config.door, hello):
+                eventually(lambda: list(agent.config.state.glob(f"*{NOTE_SUFFIX}")), "the note")
+        assert in_shared_memory.exists()
