@@ -183,7 +183,8 @@ class Agent:
         )
         door.open()
         http = self._http(listener)
-        loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())] + nvme_loops
+        steady = (table.run(), host.run(), tier.keep_free(), self._follower.clear_leftovers())
+        loops = [group.create_task(each) for each in steady] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
         try:
@@ -194,6 +195,7 @@ class Agent:
             await self._stopping.wait()
         finally:
             self._is_ready = False
+            roster.stop()
             await _end([serving])
             door.close()
             processes.close()
