@@ -27,7 +27,7 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.processes import Holder, Process, ProcessWatch
 from nodeagent.publisher import Publisher
-from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+from nodeagent.registration import Clock, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
 from nodeagent.tiers.dram import DramTier, Withdrawn
@@ -156,14 +156,13 @@ class Agent:
         self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
     ) -> None:
         """Build bottom up, serve, then end top down: readiness, door, engines, host's life, tiers, HTTP."""
-        table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
-        host = self._host = self._host_publisher(listener, table)
+        host = self._host = self._host_publisher(listener)
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
             self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
         nvme_loops = self._add_nvme(group, host, withdrawn)
-        roster = self._roster = self._make_roster(group, table)
+        roster = self._roster = self._make_roster(group)
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
@@ -174,7 +173,7 @@ class Agent:
         )
         door.open()
         http = self._http(listener)
-        loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())] + nvme_loops
+        loops = [group.create_task(each) for each in (host.run(), tier.keep_free())] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
         try:
@@ -197,14 +196,13 @@ class Agent:
             http.should_exit = True
             await asyncio.wait([web])
 
-    def _make_roster(self, group: asyncio.TaskGroup, table: FleetTable) -> Roster:
+    def _make_roster(self, group: asyncio.TaskGroup) -> Roster:
         self._follower = VllmFollower(
             self._config.state, self._tier.labels, _BothTiers(self._tier, self._lower), self._metrics, sleep=self._sleep
         )
         return Roster(
             self._config.host,
             self._directory,
-            table,
             self._files,
             group,
             clock=self._clock,
@@ -269,7 +267,7 @@ class Agent:
         except OSError as error:
             raise HttpUnavailable(f"the agent's HTTP can't listen on {bind} port {port}: {error.strerror}") from error
 
-    def _host_publisher(self, listener: socket.socket, table: FleetTable) -> Publisher:
+    def _host_publisher(self, listener: socket.socket) -> Publisher:
         bind, port = listener.getsockname()[:2]
         address = f"[{bind}]" if ":" in bind else bind
         registration = HostRegistration(self._config.host, self._config.listen.url or f"http://{address}:{port}")
@@ -277,7 +275,6 @@ class Agent:
             self._directory,
             Lives(self._directory, registration, self._load, self._sleep, self._metrics),
             Inventory(HOST_KEYS_MAX),
-            table,
             clock=self._clock,
             sleep=self._sleep,
             metrics=self._metrics,

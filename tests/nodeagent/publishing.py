@@ -7,14 +7,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from directory.errors import DirectoryFull, DirectoryUnavailable
-from directory.interface import SETTLE_S, Batch
+from directory.interface import Batch
 from directory.members import HostRegistration, Load
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from nodeagent.inventory import Inventory
 from nodeagent.metrics import AgentMetrics
+from nodeagent.pacing import NEW_LIFE_MIN_S
 from nodeagent.publisher import Publisher
-from nodeagent.registration import FleetTable, Lives
+from nodeagent.registration import Lives
 from tests.nodeagent.faketime import FakeTime
 from tests.nodeagent.running import believed
 
@@ -125,10 +126,6 @@ class FaultyDirectory:
         await self._call()
         return await self.behind.retire(*arguments)
 
-    async def members(self):
-        await self._call()
-        return await self.behind.members()
-
     async def lookup(self, keys, deadline_s):
         return await self.behind.lookup(keys, deadline_s)
 
@@ -143,7 +140,6 @@ class Stage:
         self.time = FakeTime()
         self.directory = FaultyDirectory(self.time)
         self.metrics = AgentMetrics()
-        self.table = FleetTable(self.directory, self.time.clock, self.time.sleep, self.metrics)
         self.publisher = self.make(**options)
 
     def make(self, **options) -> Publisher:
@@ -154,7 +150,6 @@ class Stage:
             self.directory,
             lives,
             Inventory(100_000),
-            self.table,
             clock=self.time.clock,
             sleep=self.time.sleep,
             metrics=self.metrics,
@@ -181,19 +176,18 @@ class Stage:
 
 
 @asynccontextmanager
-async def running(publisher: Publisher, table: FleetTable) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(table.run())]
+async def running(publisher: Publisher) -> AsyncIterator[None]:
+    task = asyncio.create_task(publisher.run())
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        task.cancel()
+        await asyncio.wait([task])
 
 
 @asynccontextmanager
 async def staged(**options: Any) -> AsyncIterator[Stage]:
     stage = Stage(**options)
-    async with running(stage.publisher, stage.table):
-        await stage.time.advance(SETTLE_S + 1)
+    async with running(stage.publisher):
+        await stage.time.advance(NEW_LIFE_MIN_S)  # its life has begun, and the next may
         yield stage
