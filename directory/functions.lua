@@ -52,7 +52,7 @@ local function pruned(record, batch)
   local kept = {}
   for start = 1, #record - HOLDER_BYTES + 1, HOLDER_BYTES do
     local life = string.sub(record, start, start + INCARNATION_BYTES - 1)
-    if life == batch.incarnation or (life ~= batch.replaces and not is_forgotten(life, batch)) then
+    if life ~= batch.replaces and not is_forgotten(life, batch) then
       kept[#kept + 1] = string.sub(record, start, start + HOLDER_BYTES - 1)
     end
   end
