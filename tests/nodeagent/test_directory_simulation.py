@@ -31,6 +31,7 @@ REMEMBERED_S = 60.0
 STORM_S = 45.0
 SLEEP_S = 1.5 * REMEMBERED_S
 SETTLED_WITHIN_S = 200.0
+DOUBTS_MAX = 6
 LAST_CHANGES = 30
 EVENTS = {
     "change": 30,
@@ -144,11 +145,14 @@ class Story:
             writer.resume()
         if not any(writer.is_running for writer in self.writers):
             self.writers[0].start({})
-        lives: set[bytes] | None = None
-        while lives != self._lives():  # a loss may be noticed late, by a heartbeat
+        for _ in range(DOUBTS_MAX):  # a loss may be noticed late, by a heartbeat
             lives = self._lives()
             await self._until_settled()
             await asyncio.sleep(REMEMBERED_S + LATE_MAX_S + TERM_S + CALL_S)
+            if lives == self._lives():
+                break
+        else:
+            raise AssertionError("there are doubts without end")
         await self._calm_down()
 
     async def _walk_once(self) -> None:
