@@ -26,7 +26,7 @@ from nodeagent.messages import Hello, KvEventSource, LoadReport
 from nodeagent.metrics import AgentMetrics
 from nodeagent.processes import Process
 from nodeagent.publisher import Publisher
-from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+from nodeagent.registration import Clock, Lives, Sleep
 
 GRACE_S = 5.0
 ENGINES_MAX = 64
@@ -133,7 +133,6 @@ class Roster:
         self,
         host: str,
         directory: DirectoryWriter,
-        table: FleetTable,
         files: FileShelf,
         group: asyncio.TaskGroup,
         *,
@@ -146,7 +145,6 @@ class Roster:
     ) -> None:
         self._host = host
         self._directory = directory
-        self._table = table
         self._files = files
         self._group = group
         self._clock = clock
@@ -266,7 +264,6 @@ class Roster:
             self._directory,
             lives,
             Inventory(GPU_KEYS_MAX),
-            self._table,
             clock=self._clock,
             sleep=self._sleep,
             metrics=self._metrics,
