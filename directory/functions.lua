@@ -97,13 +97,15 @@ local function updated_once(record, mask, batch)
 end
 
 -- Expiry is only ever raised: two writers share a record, and the longer promise holds.
--- `record` is what MGET said: false also for a key that holds no string, and then GET raises what MGET hid.
+-- `record` is what MGET said: false also for a key that holds no string. Our prefix is ours, so such a key is replaced:
+-- one that stayed would keep its partition from ever being announced whole.
 local function write(key, record, mask, batch)
   if not record then
     if mask == '\0' or redis.call('SET', key, batch.incarnation .. mask, 'NX', 'PX', batch.ttl_text) then
       return
     end
-    record = redis.call('GET', key)
+    redis.call('SET', key, batch.incarnation .. mask, 'PX', batch.ttl_text)
+    return
   end
   local value = updated_once(record, mask, batch)
   if value == '' then

@@ -430,8 +430,8 @@ class Publisher:
             self.doubt(reason)
 
     def _each_second(self) -> None:
-        if self._rising is None and self._clock() > self._walk_due_at:
-            self.doubt("calendar")
+        if self._clock() > self._walk_due_at:
+            self.doubt("calendar")  # an unfinished walk as well: what it said expires, while a partition is away
         self._beat()
 
     def _beat(self) -> None:

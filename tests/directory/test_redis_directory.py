@@ -317,8 +317,19 @@ class TestSchema:
         with pytest.raises(SchemaMismatch, match="v2"):
             await redis_stand.directory.members()
 
-    async def test_a_key_of_another_type_is_a_mismatch(self, redis_stand: RedisStand, raw: "redis.Redis") -> None:
+    async def test_a_record_of_another_type_is_held_by_nobody_and_replaced(
+        self, redis_stand: RedisStand, raw: "redis.Redis"
+    ) -> None:
         raw.lpush(schema.record_key(K1), "x")
+        assert await held(redis_stand.directory) == {}
+        await redis_stand.directory.withdraw(batch(A, 0, {K1: 0}))
+        await redis_stand.directory.place(batch(A, 1, {K1: 1, K2: 2}))
+        assert await held(redis_stand.directory) == {A: 1}
+        assert await held(redis_stand.directory, K2) == {A: 2}
+        assert raw.pttl(schema.record_key(K1)) > 0
+
+    async def test_attempts_of_another_type_are_a_mismatch(self, redis_stand: RedisStand, raw: "redis.Redis") -> None:
+        raw.lpush(schema.attempts_key(0), "x")
         with pytest.raises(SchemaMismatch):
             await redis_stand.directory.place(batch(A, 0, {K1: 1}))
         assert await held(redis_stand.directory) == {}

@@ -6,7 +6,7 @@ import pytest
 
 from directory.errors import DirectoryUnavailable, RegistrationRefused
 from directory.members import TERM_S
-from directory.placements import PARTITIONS, unpack_holders
+from directory.placements import PARTITIONS, partition_of, unpack_holders
 from nodeagent.lane import RETRY_MAX_S
 from nodeagent.pacing import NEW_LIFE_MAX_S, NEW_LIFE_MIN_S
 from nodeagent.publisher import INTERVAL_SPREAD, READERS_HEAR_S, WALK_SPREAD_S
@@ -357,3 +357,21 @@ async def test_calendars_drift_apart():
         assert stage.walks("calendar") == 1
         await stage.time.advance(100 * (1 - INTERVAL_SPREAD / 2) - 10)
         assert stage.walks("calendar") == 1
+
+
+async def test_what_a_walk_said_is_said_anew_by_the_calendar_though_the_walk_cannot_end():
+    """Records last two intervals: of a walk that waits for a dead shard for longer, nothing would be left."""
+    async with staged(walk_interval_s=60.0) as stage:
+        keys = [key(number) for number in range(64)]
+        stage.directory.down = {0, 1, 2, 3, 4}
+        for each in keys:
+            stage.publisher.record(each, DRAM)
+        living = [each for each in keys if partition_of(each) not in stage.directory.down]
+        await stage.time.advance(READERS_HEAR_S + 5)
+        for _ in range(10):
+            await stage.time.advance(30)
+            assert await stage.all_believed(living)
+        stage.directory.down = set()
+        await stage.time.advance(30)
+        assert await stage.all_believed(keys)
+        assert await stage.live_count() == 1
