@@ -7,6 +7,7 @@ module says them at the door. It imports nothing of vLLM; attributes are those o
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from urllib.parse import urlsplit, urlunsplit
 from directory.costs import ModelShape
 from directory.identity import Identity
 from nodeagent.engine_hello import EngineHello
-from nodeagent.engines.vllm.content_digest import WEIGHT_SUFFIXES, file_digest, weights_digest
+from nodeagent.engines.vllm.content_digest import (
+    WEIGHT_SUFFIXES,
+    ContentUnknown,
+    file_digest,
+    model_files,
+    weights_digest,
+)
+from nodeagent.engines.vllm.loaded_files import LoadedFiles
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
 from nodeagent.messages import KvEventSource
 
@@ -71,14 +79,24 @@ def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
         )
 
 
-def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout, cache: Path) -> EngineHello:
+def describe_engine(
+    vllm_config: Any,
+    settings: EngineSettings,
+    layout: KvLayout,
+    cache: Path,
+    loaded: LoadedFiles,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> EngineHello:
     """What the engine says at the door. Reads and hashes the model's files: minutes, for large weights.
 
-    Raises `ContentUnknown` where they can't be read, `IdentityRefused` for a name that an identity can't hold.
+    Raises `ContentUnknown` where they can't be read or aren't what was loaded, `HashingStopped` soon after
+    `is_stopped`, `IdentityRefused` for a name that an identity can't hold.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    folder = model_folder(model.model, model.revision)
-    tokenizer_folder = model_folder(model.tokenizer, model.tokenizer_revision)
+    downloads = vllm_config.load_config.download_dir
+    folder = model_folder(model.model, model.revision, downloads)
+    weights_sha = loaded_weights_digest(folder, model.revision, cache, loaded, is_stopped)
+    tokenizer_folder = model_folder(model.tokenizer, model.tokenizer_revision, downloads)
     files = {
         name: (tokenizer_folder / name).read_bytes() for name in TOKENIZER_FILES if (tokenizer_folder / name).is_file()
     }
@@ -86,8 +104,8 @@ def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout
     models = (served,) if isinstance(served, str) else tuple(served)
     identity = Identity(
         model_id=models[0],
-        weights_sha=weights_digest(folder, cache),
-        tokenizer_sha=file_digest(tokenizer_folder / "tokenizer.json", cache),
+        weights_sha=weights_sha,
+        tokenizer_sha=file_digest(tokenizer_folder / "tokenizer.json", cache, is_stopped),
         kv_dtype=layout.dtype,
         layout=layout.name,
         tp_size=parallel.tensor_parallel_size,
@@ -140,13 +158,33 @@ def reachable(endpoint: str, rank: int) -> str:
     return urlunsplit(parts._replace(netloc=f"{host}:{int(port) + rank}"))
 
 
-def model_folder(name: str, revision: str | None) -> Path:
+def loaded_weights_digest(
+    folder: Path, revision: str | None, cache: Path, loaded: LoadedFiles, is_stopped: Callable[[], bool]
+) -> str:
+    """The digest of what was loaded from a folder: nothing of it changed from before the start until it was hashed.
+
+    Raises `ContentUnknown`, `HashingStopped`.
+    """
+    named = folder.parent.parent / "refs" / (revision or "main")
+
+    def seen() -> object:
+        files = model_files(folder)
+        return loaded.seen(folder, [*files, named] if folder.parent.name == "snapshots" and named.exists() else files)
+
+    before = seen()
+    digest = weights_digest(folder, cache, is_stopped)
+    if seen() != before:
+        raise ContentUnknown(f"{folder} changed while it was hashed; restart the engine")
+    return digest
+
+
+def model_folder(name: str, revision: str | None, downloads: str | None = None) -> Path:
     """The folder of a model that vLLM has loaded: a path, or the hub's snapshot in the local cache."""
     if os.path.isdir(name):
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return Path(snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
 
 
 def count_parameters(folder: Path) -> float:
