@@ -82,7 +82,7 @@ class WarmrouteConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         """Of the scheduler: a change of weights is known before a transfer that it spoils is believed."""
         if getattr(connector_output.kv_connector_worker_meta, "weights_have_changed", False):
-            WEIGHTS.note("a worker says so")
+            WEIGHTS.learn()
         super().update_connector_output(connector_output)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -7,6 +7,7 @@ module says them at the door. It imports nothing of vLLM; attributes are those o
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from nodeagent.engines.vllm.content_digest import (
     weights_digest,
 )
 from nodeagent.engines.vllm.loaded_files import LoadedFiles
-from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
+from nodeagent.engines.vllm.settings import SOCKET_PATH_BYTES_MAX, EngineSettings, SettingsRefused
 from nodeagent.messages import KvEventSource
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
@@ -61,11 +62,9 @@ def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
         raise SettingsRefused(
             '--kv-events-config must enable events by zmq, such as {"enable_kv_cache_events": true, "publisher": "zmq"}'
         )
-    if not binds(events.endpoint):
-        raise SettingsRefused(
-            f"--kv-events-config: vLLM connects to the endpoint {events.endpoint} and nobody would hear it; "
-            f"it binds to ipc:///FOLDER/NAME, and to tcp://*:PORT"
-        )
+    check_endpoint("endpoint", events.endpoint)
+    if events.replay_endpoint is not None:
+        check_endpoint("replay_endpoint", events.replay_endpoint)
     if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0") != "0":
         raise SettingsRefused("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES must be 0: whole hashes name the chunks")
     algorithm = cache.prefix_caching_hash_algo
@@ -143,9 +142,27 @@ def event_source(vllm_config: Any, layout: KvLayout) -> KvEventSource:
     )
 
 
-def binds(endpoint: str) -> bool:
-    """Whether vLLM binds its publisher to an endpoint; to any other it connects (vllm/distributed/kv_events.py)."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+def check_endpoint(field: str, endpoint: str) -> None:
+    """Refuse an endpoint of the event configuration that the agent, a neighbour, couldn't hear.
+
+    vLLM binds its publisher to ipc:// and to names with * or ::, and connects to any other; it always binds for
+    replays (vllm/distributed/kv_events.py). Raises `SettingsRefused`.
+    """
+    if endpoint.startswith("ipc:///"):
+        if len(endpoint.removeprefix("ipc://").encode("utf-8", "replace")) <= SOCKET_PATH_BYTES_MAX:
+            return
+        wrong = f"is a path of more than {SOCKET_PATH_BYTES_MAX} bytes"
+    elif not endpoint.startswith("tcp://"):
+        wrong = "can't be heard by the agent"
+    elif not re.fullmatch(r"[1-9][0-9]{0,4}", endpoint.rpartition(":")[2]) or int(endpoint.rpartition(":")[2]) > 65535:
+        wrong = "has no fixed port"
+    elif field == "endpoint" and "*" not in endpoint and "::" not in endpoint:
+        wrong = "is one that vLLM connects to, and nobody would hear it"
+    else:
+        return
+    raise SettingsRefused(
+        f"--kv-events-config: {field} {endpoint} {wrong}; it must be ipc:///FOLDER/NAME or tcp://*:PORT"
+    )
 
 
 def reachable(endpoint: str, rank: int) -> str:

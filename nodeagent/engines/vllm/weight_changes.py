@@ -94,6 +94,10 @@ class WeightChanges:
                 why,
             )
 
+    def learn(self) -> None:
+        """Another process of this engine has noticed, and said so."""
+        self.have_changed = True
+
     def note_call(self, method: object, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """A worker is about to be called; `method` is a name, or code that could do anything."""
         if not isinstance(method, str):

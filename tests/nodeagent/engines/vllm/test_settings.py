@@ -23,6 +23,13 @@ def test_what_is_given_is_what_is_read() -> None:
     assert {name: getattr(settings, name) for name in given} == given
 
 
+@pytest.mark.parametrize(
+    "url", ["http://gpu-07:8000", "https://gpu_07.rack.local", "http://[::1]:8000/", "http://h.:1"]
+)
+def test_a_url_of_an_engine_is_accepted(url: str) -> None:
+    assert read_settings({**LEAST, "url": url, "door": "/" + "d" * 106, "engine": "gpu-07:a@x_1.b"}).url == url
+
+
 def test_what_the_connector_itself_puts_there_is_passed_over() -> None:
     assert read_settings({**LEAST, **dict.fromkeys(OWN_FIELDS, "anything")}) == read_settings(LEAST)
 
@@ -51,6 +58,11 @@ def test_a_field_that_must_be_a_text_is_named(name: str, value: Any) -> None:
         ("url", "10.0.0.7:8000"),
         ("url", "http://10.0.0.7:8000/v1"),
         ("url", "http://10.0.0.7:8000/v1/"),
+        *[("url", f"http://{rest}") for rest in ("127.0.0.1:99999", "127.0.0.1:80a", "[::1", "a..b:80", "a b:80", "")],
+        *[("url", f"http://{rest}") for rest in ("h:80/x", "h:80?x", "u@h:80", "h:", "h:0")],
+        ("url", "ftp://h:80"),
+        *[("door", value) for value in ("agent.sock", "/" + "d" * 107, "/" + "\u00e9" * 54)],
+        *[("engine", value) for value in ("a b", "a/b", "a|b", "\u00e9", "-a", "a\n", "e" * 129)],
         *[("staging_gb", value) for value in (0, -1, "4", True, None, float("nan"), float("inf"))],
         *[("flops", value) for value in (0, "much", False)],
         *[("chunk_tokens", value) for value in (0, 256.0, "256", True)],
