@@ -9,7 +9,7 @@ or downloaded while the engine started are refused as well, though they may be r
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nodeagent.engines.vllm.content_digest import ContentUnknown
@@ -62,31 +62,32 @@ class LoadedFiles:
 
         A folder above may have got or lost entries since (such as /tmp), but then its own name must be old.
         """
-        place = os.path.abspath(folder)
-        found = self._way(place)
-        self._refuse_if_new(found[-1])
+        passed, reached = self._way(os.path.abspath(folder))
+        self._refuse_if_new(reached)
+        found = [*passed, reached]
         for file in files:
-            status = self._look(str(file))
             if os.path.islink(file):
-                found += self._way(os.path.abspath(file))
-                status = self._look(os.path.realpath(file))
+                passed, status = self._way(os.path.abspath(file))
+                found += passed
+            else:
+                status = self._look(str(file))
             self._refuse_if_new(status)
             found.append(status)
-        return tuple(dict.fromkeys(each for each in found))
+        return tuple(dict.fromkeys(found))
 
-    def _way(self, path: str) -> list[Seen]:
-        """What is passed from the root to a path, links followed one by one; the last is what is reached."""
+    def _way(self, path: str) -> tuple[list[Seen], Seen]:
+        """What is passed from the root to a path, links followed one by one, and what is reached."""
         parts = [part for part in path.split("/") if part]
-        above = self._look("/")
-        passed, links = [above], 0
-        here = "/"
+        here, above = "/", self._look("/")
+        passed: list[Seen] = []
+        links = 0
         while parts:
             part = parts.pop(0)
+            if part == ".":
+                continue
             if part == "..":
                 here = os.path.dirname(here)
                 above = self._look(here)
-                continue
-            if part == ".":
                 continue
             at = os.path.join(here, part)
             status = self._look(at)
@@ -99,17 +100,14 @@ class LoadedFiles:
                 target = os.readlink(at)
                 parts = [each for each in target.split("/") if each] + parts
                 if target.startswith("/"):
-                    here = "/"
-                    above = self._look("/")
+                    here, above = "/", self._look("/")
                 continue
             if self._is_new(status) and self._is_new(above):
                 # It may have been given this name since: that would have changed the folder above.
                 self._refuse(status)
-            passed.append(status)
-            above, here = status, at
-        if passed[-1] != above:
-            passed.append(above)
-        return passed
+            passed.append(replace(above, size=0, mtime_ns=0, ctime_ns=0))  # its other entries may change at any time
+            here, above = at, status
+        return passed, above
 
     def _look(self, path: str) -> Seen:
         try:

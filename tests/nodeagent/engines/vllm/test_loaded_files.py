@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +38,9 @@ def begun_after(path: Path) -> LoadedFiles:
 
 
 def loaded(started_at: float) -> LoadedFiles:
-    return LoadedFiles(started_at, frozenset({os.stat("/").st_dev, os.stat("/tmp").st_dev}))
+    """As of an engine that began then, with all of this host's files on its own clock."""
+    place = Path(tempfile.gettempdir())
+    return LoadedFiles(started_at, frozenset(os.stat(each).st_dev for each in (place, *place.parents)))
 
 
 def later_than(path: Path, started_at: float) -> None:
@@ -114,8 +118,8 @@ def test_what_changes_while_it_is_hashed_is_refused(
     files = loaded(time.time() + 1_000)  # as of a clock that was set wrong: nothing seems to be new
     whole = description.weights_digest
 
-    def hash_and_change(*given: object) -> str:
-        found = whole(*given)  # type: ignore[arg-type]
+    def hash_and_change(*given: Any) -> str:
+        found = whole(*given)
         change(model)
         return found
 
@@ -130,6 +134,21 @@ def test_a_folder_above_may_get_entries(model: Path, tmp_path: Path) -> None:
     later_than(tmp_path / "models", started_at)
     (quiet / "stranger").mkdir()
     assert len(digest(quiet / "model", loaded(started_at + LOCAL_MARGIN_S))) == 64
+
+
+def test_a_folder_above_may_get_entries_while_files_are_hashed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, whole = begun_after(tmp_path), description.weights_digest
+
+    def hash_and_change(*given: Any) -> str:
+        found = whole(*given)
+        later_than(tmp_path / "real", time.time())
+        (tmp_path / "real" / "stranger").mkdir()
+        return found
+
+    monkeypatch.setattr(description, "weights_digest", hash_and_change)
+    assert len(digest(model.resolve(), files)) == 64
 
 
 def test_a_file_servers_clock_has_a_wider_margin(model: Path, tmp_path: Path) -> None:
