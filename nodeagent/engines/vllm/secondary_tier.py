@@ -25,13 +25,11 @@ from nodeagent.engines.vllm.description import KvLayout, describe_engine, second
 from nodeagent.engines.vllm.launch_arguments import HARMLESS_VARIABLES, configuration_digest
 from nodeagent.engines.vllm.loaded_files import LoadedFiles, process_started_at
 from nodeagent.engines.vllm.promises import Verdict
-from nodeagent.engines.vllm.settings import GB, EngineSettings, SettingsRefused
+from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused, check_staging
 from nodeagent.engines.vllm.staging_file import staging_path
 
 KV_FORMAT = 1
 """Raised when the order of a row's bytes changes for a reason of ours."""
-STAGING_CHUNKS_MIN = 4
-"""Below it hardly anything can be loaded: rows are shared by all that is under way."""
 CLOSE_WAIT_S = 10.0
 """How long the end of the engine waits for the hashing of its weights, which asks after each block, to stop."""
 RESULTS = {Verdict.HIT: LookupResult.HIT, Verdict.MISS: LookupResult.MISS, Verdict.RETRY: LookupResult.RETRY}
@@ -174,11 +172,7 @@ def kv_layout(vllm_config: Any, spec: Any) -> KvLayout:
             f"{settings.chunk_tokens}; KV groups with blocks of {sorted(blocks)} tokens"
         )
     chunk_bytes = spec.cpu_page_size_per_worker * (1 if spec.replicated_layout else config.parallel.world_size)
-    if spec.num_chunks < STAGING_CHUNKS_MIN:
-        raise SettingsRefused(
-            f"kv_connector_extra_config: staging_gb must hold at least {STAGING_CHUNKS_MIN} chunks of "
-            f"{chunk_bytes} bytes, {STAGING_CHUNKS_MIN * chunk_bytes / GB:.2g} GB; a prompt's whole length is better"
-        )
+    check_staging(spec.num_chunks, chunk_bytes)
     parallel, model = config.parallel, vllm_config.model_config
     if parallel.world_size != parallel.tp_size * parallel.pp_size * parallel.pcp_size:
         raise SettingsRefused(f"parallelism over {parallel.world_size} workers isn't known to this connector")

@@ -10,6 +10,8 @@ from directory.chunks import CHUNK_TOKENS_DEFAULT
 
 STAGING_GB_DEFAULT = 4.0
 GB = 1e9
+STAGING_CHUNKS_MIN = 4
+"""Below it hardly anything can be loaded: rows are shared by all that is under way."""
 SOCKET_PATH_BYTES_MAX = 107
 """What Linux takes as the path of a Unix socket (unix(7): sun_path, with its zero)."""
 _ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
@@ -73,6 +75,16 @@ def read_settings(extra_config: Mapping[str, Any]) -> EngineSettings:
     if not isinstance(settings.offload_replies, bool):
         raise SettingsRefused("kv_connector_extra_config: offload_replies must be true or false")
     return settings
+
+
+def check_staging(rows: int, chunk_bytes: int) -> None:
+    """Refuse a staging area of so few rows of a chunk each. Raises `SettingsRefused`."""
+    if rows < STAGING_CHUNKS_MIN:
+        least_gb = STAGING_CHUNKS_MIN * chunk_bytes / GB
+        raise SettingsRefused(
+            f"kv_connector_extra_config: staging_gb must hold at least {STAGING_CHUNKS_MIN} chunks of {chunk_bytes} "
+            f"bytes, {least_gb:.2g} GB; it bounds how much of a prompt is loaded"
+        )
 
 
 def _is_url(text: str) -> bool:

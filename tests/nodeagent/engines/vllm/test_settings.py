@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from nodeagent.engines.vllm.launch import BLOCK_TOKENS, EngineLaunch, launch_line
-from nodeagent.engines.vllm.settings import OWN_FIELDS, EngineSettings, SettingsRefused, read_settings
+from nodeagent.engines.vllm.settings import (
+    OWN_FIELDS,
+    STAGING_CHUNKS_MIN,
+    EngineSettings,
+    SettingsRefused,
+    check_staging,
+    read_settings,
+)
 
 LEAST = {"door": "/d.sock", "engine": "e", "url": "http://10.0.0.7:8000"}
 
@@ -78,3 +85,9 @@ def test_what_is_no_such_value_is_refused_by_its_name(field: str, value: Any) ->
 def test_a_field_that_is_not_known_is_named_with_those_that_are() -> None:
     with pytest.raises(SettingsRefused, match="dram_gb is not known; known are door, engine, url"):
         read_settings({**LEAST, "dram_gb": 4})
+
+
+def test_a_staging_area_of_hardly_a_chunk_is_refused() -> None:
+    check_staging(STAGING_CHUNKS_MIN, 1_000_000)
+    with pytest.raises(SettingsRefused, match=r": staging_gb must hold at least 4 chunks of 500000000 bytes, 2 GB"):
+        check_staging(STAGING_CHUNKS_MIN - 1, 500_000_000)
