@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -108,8 +108,12 @@ def running_engines(
     flags: tuple[str, ...] = (),
     flags_of: Mapping[str, tuple[str, ...]] | None = None,
     events: Mapping[str, object] | None = None,
+    when_begun: Callable[[dict[str, "RunningEngine"]], None] = lambda engines: None,
 ) -> Iterator[dict[str, RunningEngine]]:
-    """Engines by name, each at its agent's door (None: a plain engine), started side by side."""
+    """Engines by name, each at its agent's door (None: a plain engine), started side by side.
+
+    `when_begun` is called once all have been started, before any serves.
+    """
     made: dict[str, RunningEngine] = {}
     plugin = folder / "plugin"
     package.build(plugin)
@@ -131,6 +135,7 @@ def running_engines(
             engine = RunningEngine(launch, folder / f"{name}.log")
             engine.begin()
             made[name] = engine
+        when_begun(made)
         for engine in made.values():
             until(engine.is_serving, START_BOUND_S, "the engine serves")
         yield made

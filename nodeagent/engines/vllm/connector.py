@@ -7,15 +7,22 @@ which vLLM itself doesn't. Written for vLLM 0.32; its interfaces are called expe
 
 import contextlib
 import contextvars
+import importlib
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from nodeagent.engines.vllm.description import check_launch
+from nodeagent.engines.vllm.launch_arguments import check_arguments
 from nodeagent.engines.vllm.settings import EngineSettings, read_settings
+from nodeagent.engines.vllm.weight_changes import WeightChanges, watch_entries, watch_worker
 
 PACKAGE = __name__.rpartition(".")[0]
 os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
@@ -23,7 +30,24 @@ os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 ADAPTER_REQUESTS: set[str] = set()
 """Requests with a LoRA adapter, from their arrival until the tier is told of their end."""
 
+WEIGHTS = WeightChanges()
+"""Of the engine in this process: noticed in its workers, told to its scheduler."""
+
 _described: contextvars.ContextVar[tuple[Any, EngineSettings]] = contextvars.ContextVar("warmroute_described")
+
+
+@dataclass
+class WorkerMessage(OffloadingWorkerMetadata):
+    """What workers tell the scheduler: the transfers that ended, and whether weights had changed by then."""
+
+    weights_have_changed: bool = False
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of several workers: changed where one has."""
+        whole = super().aggregate(other)
+        assert isinstance(whole, OffloadingWorkerMetadata)
+        changed = self.weights_have_changed or getattr(other, "weights_have_changed", False)
+        return WorkerMessage(whole.completed_jobs, whole.transfer_stats, changed)
 
 
 class WarmrouteConnector(OffloadingConnector):
@@ -32,6 +56,9 @@ class WarmrouteConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         settings = complete(vllm_config)
         check_launch(vllm_config, settings)
+        check_arguments(vllm_config, os.environ)
+        if role == KVConnectorRole.WORKER:
+            watch_weights(vllm_config)
         with described(vllm_config, settings):
             super().__init__(vllm_config, role, kv_cache_config)
 
@@ -46,6 +73,39 @@ class WarmrouteConnector(OffloadingConnector):
         if request.lora_request is not None:
             ADAPTER_REQUESTS.add(request.request_id)
         super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Of the scheduler: nothing matches once weights have changed, in vLLM's own staging rows as well."""
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (0, False) if tokens and WEIGHTS.have_changed else (tokens, is_async)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Of the scheduler: a change of weights is known before a transfer that it spoils is believed."""
+        if getattr(connector_output.kv_connector_worker_meta, "weights_have_changed", False):
+            WEIGHTS.learn()
+        super().update_connector_output(connector_output)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Of a worker: loads that end once weights have changed have failed; their requests are computed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if WEIGHTS.have_changed:
+            results.failed_recving |= results.finished_recving
+        return results
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Of a worker: the transfers that ended, with the state of the weights after them."""
+        ended = super().build_connector_worker_meta()
+        if ended is None and not WEIGHTS.have_changed:
+            return None
+        ended = ended or OffloadingWorkerMetadata()
+        return WorkerMessage(ended.completed_jobs, ended.transfer_stats, WEIGHTS.have_changed)
+
+
+def watch_weights(vllm_config: Any) -> None:
+    """In a worker's process, before it serves: notice whatever changes its weights. Raises `SettingsRefused`."""
+    place, _, name = vllm_config.parallel_config.worker_cls.rpartition(".")
+    watch_worker(getattr(importlib.import_module(place), name), vllm_config.model_config.model, WEIGHTS)
+    watch_entries(sys.modules, WEIGHTS)
 
 
 def complete(vllm_config: Any) -> EngineSettings:

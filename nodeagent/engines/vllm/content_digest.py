@@ -9,12 +9,14 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-SETTINGS_FILES = ("config.json", "quantize_config.json", "hf_quant_config.json")
-"""What shapes the computation beside the weights."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SETTINGS_FILES = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json")
+SETTINGS_SUFFIXES = (".index.json", ".py")
+"""What shapes the computation beside the weights: settings, which of the files are loaded, and the model's own code."""
 EDGE_BYTES = 1 << 20
 READ_BYTES = 8 << 20
 THREADS = 8
@@ -24,21 +26,34 @@ class ContentUnknown(Exception):
     """A model's files can't be read, or there are none; the message says which."""
 
 
-def weights_digest(folder: Path, cache: Path) -> str:
-    """Hex sha256 over names and content digests of the weight and settings files of a model's folder."""
-    files = sorted(path for path in _files(folder) if path.suffix in WEIGHT_SUFFIXES or path.name in SETTINGS_FILES)
+class HashingStopped(Exception):
+    """The engine ends; the digest isn't wanted any more."""
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The weight and settings files of a model's folder, by name. Raises `ContentUnknown` without weights."""
+    files = sorted(path for path in _files(folder) if _shapes_kv(path))
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         raise ContentUnknown(f"{folder} holds no weights ({', '.join(WEIGHT_SUFFIXES)})")
+    return files
+
+
+def weights_digest(folder: Path, cache: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """Hex sha256 over names and content digests of a model's files. Raises `ContentUnknown`, `HashingStopped`."""
+    files = model_files(folder)
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda path: file_digest(path, cache), files))
+        digests = list(pool.map(lambda path: file_digest(path, cache, is_stopped), files))
     whole = hashlib.sha256()
     for path, digest in zip(files, digests, strict=True):
         whole.update(f"{path.name}\0{digest}\n".encode())
     return whole.hexdigest()
 
 
-def file_digest(path: Path, cache: Path) -> str:
-    """Hex sha256 of a file's content, from `cache` where the file is known to be the same since this boot."""
+def file_digest(path: Path, cache: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """Hex sha256 of a file's content, from `cache` where the file is known to be the same since this boot.
+
+    Asks `is_stopped` before each block of `READ_BYTES`, and raises `HashingStopped`.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -56,11 +71,17 @@ def file_digest(path: Path, cache: Path) -> str:
             file.seek(0)
             whole = hashlib.sha256()
             while data := file.read(READ_BYTES):
+                if is_stopped():
+                    raise HashingStopped
                 whole.update(data)
     except OSError as error:
         raise ContentUnknown(f"{path} can't be read: {error.strerror}") from error
     _keep(entry, whole.hexdigest())
     return whole.hexdigest()
+
+
+def _shapes_kv(path: Path) -> bool:
+    return path.suffix in WEIGHT_SUFFIXES or path.name in SETTINGS_FILES or path.name.endswith(SETTINGS_SUFFIXES)
 
 
 def _files(folder: Path) -> list[Path]:

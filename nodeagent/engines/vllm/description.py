@@ -7,6 +7,8 @@ module says them at the door. It imports nothing of vLLM; attributes are those o
 import json
 import math
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,15 @@ from urllib.parse import urlsplit, urlunsplit
 from directory.costs import ModelShape
 from directory.identity import Identity
 from nodeagent.engine_hello import EngineHello
-from nodeagent.engines.vllm.content_digest import WEIGHT_SUFFIXES, file_digest, weights_digest
-from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
+from nodeagent.engines.vllm.content_digest import (
+    WEIGHT_SUFFIXES,
+    ContentUnknown,
+    file_digest,
+    model_files,
+    weights_digest,
+)
+from nodeagent.engines.vllm.loaded_files import LoadedFiles
+from nodeagent.engines.vllm.settings import SOCKET_PATH_BYTES_MAX, EngineSettings, SettingsRefused
 from nodeagent.messages import KvEventSource
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
@@ -53,11 +62,9 @@ def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
         raise SettingsRefused(
             '--kv-events-config must enable events by zmq, such as {"enable_kv_cache_events": true, "publisher": "zmq"}'
         )
-    if not binds(events.endpoint):
-        raise SettingsRefused(
-            f"--kv-events-config: vLLM connects to the endpoint {events.endpoint} and nobody would hear it; "
-            f"it binds to ipc:///FOLDER/NAME, and to tcp://*:PORT"
-        )
+    check_endpoint("endpoint", events.endpoint)
+    if events.replay_endpoint is not None:
+        check_endpoint("replay_endpoint", events.replay_endpoint)
     if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0") != "0":
         raise SettingsRefused("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES must be 0: whole hashes name the chunks")
     algorithm = cache.prefix_caching_hash_algo
@@ -71,14 +78,24 @@ def check_launch(vllm_config: Any, settings: EngineSettings) -> None:
         )
 
 
-def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout, cache: Path) -> EngineHello:
+def describe_engine(
+    vllm_config: Any,
+    settings: EngineSettings,
+    layout: KvLayout,
+    cache: Path,
+    loaded: LoadedFiles,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> EngineHello:
     """What the engine says at the door. Reads and hashes the model's files: minutes, for large weights.
 
-    Raises `ContentUnknown` where they can't be read, `IdentityRefused` for a name that an identity can't hold.
+    Raises `ContentUnknown` where they can't be read or aren't what was loaded, `HashingStopped` soon after
+    `is_stopped`, `IdentityRefused` for a name that an identity can't hold.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    folder = model_folder(model.model, model.revision)
-    tokenizer_folder = model_folder(model.tokenizer, model.tokenizer_revision)
+    downloads = vllm_config.load_config.download_dir
+    folder = model_folder(model.model, model.revision, downloads)
+    weights_sha = loaded_weights_digest(folder, model.revision, cache, loaded, is_stopped)
+    tokenizer_folder = model_folder(model.tokenizer, model.tokenizer_revision, downloads)
     files = {
         name: (tokenizer_folder / name).read_bytes() for name in TOKENIZER_FILES if (tokenizer_folder / name).is_file()
     }
@@ -86,8 +103,8 @@ def describe_engine(vllm_config: Any, settings: EngineSettings, layout: KvLayout
     models = (served,) if isinstance(served, str) else tuple(served)
     identity = Identity(
         model_id=models[0],
-        weights_sha=weights_digest(folder, cache),
-        tokenizer_sha=file_digest(tokenizer_folder / "tokenizer.json", cache),
+        weights_sha=weights_sha,
+        tokenizer_sha=file_digest(tokenizer_folder / "tokenizer.json", cache, is_stopped),
         kv_dtype=layout.dtype,
         layout=layout.name,
         tp_size=parallel.tensor_parallel_size,
@@ -125,9 +142,27 @@ def event_source(vllm_config: Any, layout: KvLayout) -> KvEventSource:
     )
 
 
-def binds(endpoint: str) -> bool:
-    """Whether vLLM binds its publisher to an endpoint; to any other it connects (vllm/distributed/kv_events.py)."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+def check_endpoint(field: str, endpoint: str) -> None:
+    """Refuse an endpoint of the event configuration that the agent, a neighbour, couldn't hear.
+
+    vLLM binds its publisher to ipc:// and to names with * or ::, and connects to any other; it always binds for
+    replays (vllm/distributed/kv_events.py). Raises `SettingsRefused`.
+    """
+    if endpoint.startswith("ipc:///"):
+        if len(endpoint.removeprefix("ipc://").encode("utf-8", "replace")) <= SOCKET_PATH_BYTES_MAX:
+            return
+        wrong = f"is a path of more than {SOCKET_PATH_BYTES_MAX} bytes"
+    elif not endpoint.startswith("tcp://"):
+        wrong = "can't be heard by the agent"
+    elif not re.fullmatch(r"[1-9][0-9]{0,4}", endpoint.rpartition(":")[2]) or int(endpoint.rpartition(":")[2]) > 65535:
+        wrong = "has no fixed port"
+    elif field == "endpoint" and "*" not in endpoint and "::" not in endpoint:
+        wrong = "is one that vLLM connects to, and nobody would hear it"
+    else:
+        return
+    raise SettingsRefused(
+        f"--kv-events-config: {field} {endpoint} {wrong}; it must be ipc:///FOLDER/NAME or tcp://*:PORT"
+    )
 
 
 def reachable(endpoint: str, rank: int) -> str:
@@ -140,13 +175,33 @@ def reachable(endpoint: str, rank: int) -> str:
     return urlunsplit(parts._replace(netloc=f"{host}:{int(port) + rank}"))
 
 
-def model_folder(name: str, revision: str | None) -> Path:
+def loaded_weights_digest(
+    folder: Path, revision: str | None, cache: Path, loaded: LoadedFiles, is_stopped: Callable[[], bool]
+) -> str:
+    """The digest of what was loaded from a folder: nothing of it changed from before the start until it was hashed.
+
+    Raises `ContentUnknown`, `HashingStopped`.
+    """
+    named = folder.parent.parent / "refs" / (revision or "main")
+
+    def seen() -> object:
+        files = model_files(folder)
+        return loaded.seen(folder, [*files, named] if folder.parent.name == "snapshots" and named.exists() else files)
+
+    before = seen()
+    digest = weights_digest(folder, cache, is_stopped)
+    if seen() != before:
+        raise ContentUnknown(f"{folder} changed while it was hashed; restart the engine")
+    return digest
+
+
+def model_folder(name: str, revision: str | None, downloads: str | None = None) -> Path:
     """The folder of a model that vLLM has loaded: a path, or the hub's snapshot in the local cache."""
     if os.path.isdir(name):
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return Path(snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
 
 
 def count_parameters(folder: Path) -> float:

@@ -21,11 +21,14 @@ VLLM = (
     "connector",
     "content_digest",
     "description",
+    "launch_arguments",
+    "loaded_files",
     "offloading_spec",
     "promises",
     "secondary_tier",
     "settings",
     "staging_file",
+    "weight_changes",
 )
 ENTRY = f'''"""What a launch line of vLLM names."""
 

@@ -2,8 +2,8 @@
 
 vLLM names a chunk by its own hash of the chunk's last block (32 bytes) and the KV group (4 bytes); under that key,
 folded with the engine's identity, its bytes are stored. The directory key arrives at the agent with the KV events.
-Until the identity is known (the weights are hashed in the background) and whenever the agent is away, every lookup is
-a miss and every store fails at once.
+Until the identity is known (the weights are hashed in the background), whenever the agent is away, and for ever once
+the engine's weights have changed, every lookup is a miss and every store fails at once.
 """
 
 import logging
@@ -19,14 +19,19 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from directory.chunks import foreign_storage_key
 from nodeagent.client import ChunkClient
 from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, FinishedJob
-from nodeagent.engines.vllm.connector import ADAPTER_REQUESTS, description
+from nodeagent.engines.vllm.connector import ADAPTER_REQUESTS, WEIGHTS, description
+from nodeagent.engines.vllm.content_digest import ContentUnknown, HashingStopped
 from nodeagent.engines.vllm.description import KvLayout, describe_engine, seconds_per_chunk
+from nodeagent.engines.vllm.launch_arguments import HARMLESS_VARIABLES, configuration_digest
+from nodeagent.engines.vllm.loaded_files import LoadedFiles, process_started_at
 from nodeagent.engines.vllm.promises import Verdict
-from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
+from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused, check_staging
 from nodeagent.engines.vllm.staging_file import staging_path
 
 KV_FORMAT = 1
 """Raised when the order of a row's bytes changes for a reason of ours."""
+CLOSE_WAIT_S = 10.0
+"""How long the end of the engine waits for the hashing of its weights, which asks after each block, to stop."""
 RESULTS = {Verdict.HIT: LookupResult.HIT, Verdict.MISS: LookupResult.MISS, Verdict.RETRY: LookupResult.RETRY}
 
 logger = logging.getLogger("vllm.warmroute")
@@ -57,21 +62,21 @@ class WarmrouteTier(SecondaryTierManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """HIT where the host holds the chunk, and will until it is loaded; RETRY while the agent is asked."""
-        if self._transfers is None or req_context.req_id in ADAPTER_REQUESTS:
+        if self._transfers is None or WEIGHTS.have_changed or req_context.req_id in ADAPTER_REQUESTS:
             return LookupResult.MISS
         return RESULTS[self._transfers.look_up(bytes(key), req_context.req_id)]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store rows on the host. An adapter's are not: its name says nothing of its weights."""
         context = job_metadata.req_context
-        if self._transfers is None or context.req_id in ADAPTER_REQUESTS:
+        if self._transfers is None or WEIGHTS.have_changed or context.req_id in ADAPTER_REQUESTS:
             self._failed.append(JobResult(job_metadata.job_id, success=False))
             return
         self._transfers.store(job_metadata.job_id, self._rows_of(job_metadata))
 
     def submit_load(self, job_metadata: Any) -> None:
         """Fill rows from the host."""
-        if self._transfers is None:
+        if self._transfers is None or WEIGHTS.have_changed:
             self._failed.append(JobResult(job_metadata.job_id, success=False))
             return
         self._transfers.load(job_metadata.job_id, self._rows_of(job_metadata))
@@ -111,7 +116,7 @@ class WarmrouteTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """End the transfers, say goodbye to the agent, and let the rows go."""
         self._is_closing.set()
-        self._introducing.join()
+        self._introducing.join(CLOSE_WAIT_S)
         if self._transfers is not None:
             self._transfers.close()
         if self._client is not None:
@@ -121,7 +126,10 @@ class WarmrouteTier(SecondaryTierManager):
     def _introduce(self, vllm_config: Any, settings: EngineSettings) -> None:
         """Hash the model's files, then connect to the agent; until then this tier is empty."""
         try:
-            hello = describe_engine(vllm_config, settings, self._layout, cache_folder())
+            loaded = LoadedFiles(process_started_at())
+            hello = describe_engine(
+                vllm_config, settings, self._layout, cache_folder(), loaded, self._is_closing.is_set
+            )
             if self._is_closing.is_set():
                 return
             digest = hello.identity.fleet_digest()
@@ -135,6 +143,10 @@ class WarmrouteTier(SecondaryTierManager):
                 seconds_per_chunk(hello),
             )
             logger.info("warmroute: engine %s goes to the agent at %s", settings.engine, settings.door)
+        except HashingStopped:
+            logger.info("warmroute: the engine ends before its weights are hashed")
+        except ContentUnknown as error:
+            logger.error("warmroute: this engine works without its host's tiers: %s", error)
         except Exception:  # the edge of the thread: the engine serves on, without its host's tiers
             logger.exception("warmroute: this engine works without its host's tiers")
 
@@ -160,6 +172,7 @@ def kv_layout(vllm_config: Any, spec: Any) -> KvLayout:
             f"{settings.chunk_tokens}; KV groups with blocks of {sorted(blocks)} tokens"
         )
     chunk_bytes = spec.cpu_page_size_per_worker * (1 if spec.replicated_layout else config.parallel.world_size)
+    check_staging(spec.num_chunks, chunk_bytes)
     parallel, model = config.parallel, vllm_config.model_config
     if parallel.world_size != parallel.tp_size * parallel.pp_size * parallel.pcp_size:
         raise SettingsRefused(f"parallelism over {parallel.world_size} workers isn't known to this connector")
@@ -175,7 +188,7 @@ def kv_layout(vllm_config: Any, spec: Any) -> KvLayout:
         f"pp={parallel.pp_size},pcp={parallel.pcp_size},dcp={parallel.dcp_size}",
         f"one_copy={spec.replicated_layout},canonical={config.canonical_layout}",
         f"quantization={model.quantization}",
-        f"overrides={model.hf_overrides if model.hf_overrides else None}".replace("|", "/"),
+        f"configuration={configuration_digest(vllm_config, shaping_variables())}",
         f"device={device_of(vllm_config, block_tokens)}",
     )
     return KvLayout(
@@ -186,6 +199,14 @@ def kv_layout(vllm_config: Any, spec: Any) -> KvLayout:
         dtype=str(config.model.dtype).removeprefix("torch."),
         staging_path=staging_path(config.engine_id),
     )
+
+
+def shaping_variables() -> dict[str, object]:
+    """vLLM's environment variables that are set here and that vLLM itself counts as part of what it computes."""
+    from vllm import envs
+
+    factors = envs.compile_factors()
+    return {name: factors[name] for name in os.environ if name in factors and name not in HARMLESS_VARIABLES}
 
 
 def device_of(vllm_config: Any, block_tokens: int) -> str:

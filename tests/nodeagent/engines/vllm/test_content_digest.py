@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nodeagent.engines.vllm import content_digest
-from nodeagent.engines.vllm.content_digest import ContentUnknown, file_digest, weights_digest
+from nodeagent.engines.vllm.content_digest import ContentUnknown, HashingStopped, file_digest, weights_digest
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,22 @@ def test_weights_and_settings_count_and_other_files_and_the_folders_name_do_not(
     assert weights_digest(model(tmp_path / "b", b"weights" * 9), cache) == first
     assert weights_digest(model(tmp_path / "c", b"Weights" * 9), cache) != first
     assert weights_digest(model(tmp_path / "d", b"weights" * 9, b'{"rope": 2}'), cache) != first
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "modeling_own.py", "params.json", "other.pth"])
+def test_what_is_loaded_beside_the_weights_counts(tmp_path: Path, name: str) -> None:
+    folder, cache = model(tmp_path / "a", b"weights"), tmp_path / "cache"
+    before = weights_digest(folder, cache)
+    (folder / name).write_bytes(b"{}")
+    assert weights_digest(folder, cache) != before
+
+
+def test_hashing_stops_within_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content_digest, "READ_BYTES", 10)
+    folder, asked = model(tmp_path / "a", b"w" * 1_000), iter([False, False, True])
+    with pytest.raises(HashingStopped):
+        weights_digest(folder, tmp_path / "cache", lambda: next(asked))
+    assert not (tmp_path / "cache").exists(), "half a file has no digest"
 
 
 def test_a_folder_without_weights_or_that_cannot_be_read_is_said(tmp_path: Path) -> None:

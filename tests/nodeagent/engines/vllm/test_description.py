@@ -18,7 +18,12 @@ def configured(**changes: Any) -> Any:
     """vLLM's configuration, as far as it is checked; `changes` are `section__field`."""
     sections: dict[str, dict[str, Any]] = {
         "transfer": {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"},
-        "events": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"},
+        "events": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "tcp://*:5557",
+            "replay_endpoint": None,
+        },
         "cache": {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256", "block_size": 32},
     }
     for name, value in changes.items():
@@ -36,7 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://[::]:5557", "ipc:///run/e.events"])
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://[::]:5557", "ipc:///run/e.events", "ipc:///" + "n" * 106])
 def test_a_publisher_that_binds_is_accepted(endpoint: str) -> None:
     check_launch(configured(events__endpoint=endpoint), SETTINGS)
 
@@ -49,6 +54,13 @@ def test_a_publisher_that_binds_is_accepted(endpoint: str) -> None:
         ({"cache__enable_prefix_caching": False}, "prefix caching"),
         ({"events__enable_kv_cache_events": False}, "--kv-events-config"),
         ({"events__endpoint": "tcp://127.0.0.1:5557"}, "nobody would hear it"),
+        ({"events__endpoint": "inproc://kv"}, "endpoint inproc://kv can't be heard"),
+        ({"events__endpoint": "tcp://*:0"}, "endpoint tcp://\\*:0 has no fixed port"),
+        ({"events__endpoint": "tcp://*:65536"}, "no fixed port"),
+        ({"events__endpoint": "ipc:///" + "n" * 107}, "endpoint .* more than 107 bytes"),
+        ({"events__replay_endpoint": "tcp://*:*"}, "replay_endpoint tcp://\\*:\\* has no fixed port"),
+        ({"events__replay_endpoint": "tcp://*:0"}, "replay_endpoint .* no fixed port"),
+        ({"events__replay_endpoint": "inproc://r"}, "replay_endpoint .* can't be heard"),
         ({"cache__prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
         ({"cache__block_size": 96}, "--block-size 96"),
     ],
@@ -73,6 +85,7 @@ def test_our_own_launch_line_is_accepted() -> None:
     check_launch(
         configured(
             events__endpoint=events["endpoint"],
+            events__replay_endpoint=events["replay_endpoint"],
             transfer__kv_role=transfer["kv_role"],
             transfer__kv_load_failure_policy=transfer["kv_load_failure_policy"],
             cache__block_size=BLOCK_TOKENS,
