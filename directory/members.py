@@ -5,7 +5,6 @@ what an earlier life announced can't be mistaken for the present one's.
 """
 
 import json
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,6 +26,10 @@ REMEMBERED_S = 600.0
 
 DECODED_MAX = 4096
 """Registrations kept decoded: a thousand hosts with engines and walks; decoding them would be 7% of a core."""
+
+TEXT_CHARS_MAX = 4096
+NUMBER_MAX = 10**19
+"""Bounds on what a row of the table may say."""
 
 
 def draw_incarnation() -> bytes:
@@ -188,13 +191,16 @@ def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
     row["shape"] = ModelShape(
         **{name: _number(value, above=0) for name, value in _known_fields(ModelShape, row["shape"]).items()}
     )
-    if not isinstance(row["models"], list) or not all(isinstance(model, str) for model in row["models"]):
+    if not isinstance(row["models"], list):
         raise TypeError("models must be a list of texts")
-    row["models"] = tuple(row["models"])
-    row["tokenizer_files"] = dict(row.get("tokenizer_files", {}))
-    _require_text(row["tokenizer_files"], *row["tokenizer_files"])
-    _number(row["chunk_tokens"], above=0)
-    _number(row["context_tokens"], above=0)
+    row["models"] = tuple(_text(model, "a model") for model in row["models"])
+    files = dict(row.get("tokenizer_files", {}))
+    row["tokenizer_files"] = {_text(name, "a file's name"): _text(sha, name) for name, sha in files.items()}
+    for name in ("chunk_tokens", "context_tokens"):
+        row[name] = _whole(row[name], name)
+    if row.get("page_tokens") is not None:
+        row["page_tokens"] = _whole(row["page_tokens"], "page_tokens")
+    _text(row.get("renderer", ""), "renderer")
     return EngineRegistration(**_known_fields(EngineRegistration, row))
 
 
@@ -204,16 +210,32 @@ def _decode_rates(row: Mapping[str, Any]) -> Rates:
 
 def _require_text(row: Mapping[str, Any], *names: str) -> None:
     for name in names:
-        if not isinstance(row[name], str):
-            raise TypeError(f"{name} must be a text, not {row[name]!r}")
+        _text(row[name], name)
+
+
+def _text(value: Any, name: str) -> str:
+    """`value`, if it can stand in a header, a log line and a URL: others may write anything into the table."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, not {value!r}")
+    if len(value) > TEXT_CHARS_MAX or not value.isprintable():
+        raise ValueError(f"{name} must be at most {TEXT_CHARS_MAX} printable characters")
+    return value
+
+
+def _whole(value: Any, name: str) -> int:
+    """`value` as a positive whole number; 256.0 is one, as some languages write it."""
+    number = _number(value, above=0)
+    if number != int(number):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    return int(number)
 
 
 def _number(value: Any, above: float | None = None) -> Any:
-    """`value`, if it is a finite number of at least zero (or above `above`): routing divides by what others report."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """`value`, if it is a number from 0 (or above `above`) to `NUMBER_MAX`: routing divides by what others report."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"not a number: {value!r}")
-    if value < 0 or (above is not None and value <= above):
-        raise ValueError(f"out of range: {value!r}")
+    if not 0 <= value <= NUMBER_MAX or (above is not None and value <= above):
+        raise ValueError(f"out of range: {value:.3g}" if isinstance(value, float) else "out of range")
     return value
 
 

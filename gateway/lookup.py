@@ -76,11 +76,14 @@ def chain_chunks(groups: Sequence[NamingGroup], tokens: bytes, scope: Scope) -> 
         try:
             scheme = key_scheme(group.key_scheme)
             digests = scheme.digests(group.fleet_digest, scope, tokens, group.chunk_tokens, group.page_tokens)
+            usable = digests[: usable_chunks(len(tokens) // 4, group.chunk_tokens)]
+            keys = tuple(scheme.directory_keys(group.fleet_digest, scope, usable))
         except IdentityRefused as error:
             logger.warning("no keys for engines of the scheme %s: %s", group.key_scheme, error)
-            continue
-        usable = digests[: usable_chunks(len(tokens) // 4, group.chunk_tokens)]
-        chains.append(ChunkChain(tuple(scheme.directory_keys(group.fleet_digest, scope, usable)), group))
+        except Exception:  # the edge of what others registered: a strange row costs its own engines their keys
+            logger.exception("no keys for engines of the scheme %s", group.key_scheme)
+        else:
+            chains.append(ChunkChain(keys, group))
     return chains
 
 

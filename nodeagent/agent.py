@@ -15,7 +15,7 @@ from directory.interface import DirectoryWriter
 from directory.members import HostRegistration, Load
 from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
-from nodeagent.config import AgentConfig
+from nodeagent.config import AgentConfig, DriveConfig
 from nodeagent.door import Door
 from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
@@ -30,11 +30,17 @@ from nodeagent.publisher import Publisher
 from nodeagent.registration import Clock, FleetTable, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
-from nodeagent.tiers.dram import DramTier, Withdrawn
-from nodeagent.tiers.file_store import FolderStore
-from nodeagent.tiers.nvme import NvmeTier
+from nodeagent.tiers.admission import Admission
+from nodeagent.tiers.budgeted_store import BudgetedStore
+from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.drive import Drive
+from nodeagent.tiers.drives import NvmeTier
+from nodeagent.tiers.file_store import FolderStore, Store
+from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.promotion import LowerTier, NoLowerTier, Promotion, status_of
-from nodeagent.tiers.restore import restore
+from nodeagent.tiers.quarantine import keep
+from nodeagent.tiers.restore import FILES_PER_S
+from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 
 WITHDRAW_WAIT_S = 0.05
 HOST_KEYS_MAX = 16_000_000
@@ -92,11 +98,12 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
-        self._store = FolderStore(str(config.nvme.path)) if config.nvme.path is not None else None
+        self._budgeted: list[BudgetedStore] = []
         self._nvme: NvmeTier | None = None
+        self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion
-        self._nvme_writing: asyncio.Task[None]
+        self._nvme_writing: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._is_ready = False
         self.has_hanging_threads = False
@@ -109,11 +116,12 @@ class Agent:
         """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(self._listen())
-            if self._store is not None:
-                self._store.open()
-                opened.callback(self._close_store)
+            table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
+            self._host = self._host_publisher(listener, table)
+            opened.callback(self._close_stores)
+            await self._open_drives()
             async with asyncio.TaskGroup() as group:
-                await self._run_in(group, listener, ready)
+                await self._run_in(group, listener, table, ready)
 
     def status(self) -> dict[str, Any]:
         """What `/status` shows: lives, tiers, engines, and how much is pending."""
@@ -132,7 +140,7 @@ class Agent:
                     "references": hierarchy.open_references if hierarchy is not None else 0,
                     "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
                 },
-                **({Tier.NVME.label: status_of(nvme, self._promotion)} if nvme is not None else {}),
+                **({Tier.NVME.label: self._nvme_status(nvme)} if nvme is not None else {}),
             },
             "engines": [
                 {
@@ -153,16 +161,15 @@ class Agent:
         }
 
     async def _run_in(
-        self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
+        self, group: asyncio.TaskGroup, listener: socket.socket, table: FleetTable, ready: Callable[[], None] | None
     ) -> None:
         """Build bottom up, serve, then end top down: readiness, door, engines, host's life, tiers, HTTP."""
-        table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
-        host = self._host = self._host_publisher(listener, table)
+        host = self._host
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
             self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
-        nvme_loops = self._add_nvme(group, host, withdrawn)
+        nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group, table)
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
@@ -225,22 +232,49 @@ class Agent:
             self.status,
             self._lower.prefetch,
             partial(reset_prefix_cache, self._roster, self._follower),
+            self._pins if self._nvme is not None else None,
         )
         return HttpServer(api, listener)
 
-    def _add_nvme(self, group: asyncio.TaskGroup, host: Publisher, withdrawn: Withdrawn) -> list[asyncio.Task[None]]:
-        """The tier behind DRAM, if there is one; returns the loops that may be cancelled at any moment."""
-        if self._store is None:
+    async def _open_drives(self) -> None:
+        """Make the tier behind DRAM, if there is one. Raises `TierUnavailable` where a drive mustn't be used."""
+        config = self._config.nvme
+        if not config.drives:
+            return
+        nvme = self._nvme = NvmeTier(partial(self._host.record_in, Tier.NVME))
+        for each in config.drives:
+            drive = Drive(
+                self._make_store(each),
+                each.quota_bytes,
+                nvme.note_change,
+                partial(_await_withdrawn, self._host),
+                self._metrics,
+                name=str(each.path),
+                min_free_bytes=config.min_free_bytes,
+                read_threads=config.read_threads,
+            )
+            nvme.add(drive, FileWriter(drive, self._metrics))
+
+        refusals = await asyncio.gather(*(drive.open() for drive in nvme.drives), return_exceptions=True)
+        for refusal in refusals:
+            if refusal is not None:
+                raise refusal
+
+    def _add_nvme(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Set the tier behind DRAM going, if there is one; returns the loops that may be cancelled at any moment."""
+        nvme = self._nvme
+        if nvme is None:
             return []
-        nvme = self._nvme = NvmeTier(
-            self._store, self._config.nvme.quota_bytes, partial(host.record_in, Tier.NVME), withdrawn, self._metrics
-        )
-        promotion = self._lower = self._promotion = Promotion(
-            self._tier, nvme, group, self._metrics, writes_through=self._config.nvme.write == "through"
-        )
+        admission = Admission(WRITE_POLICIES[self._config.nvme.write](), self._pins, self._tier, nvme)
+        promotion = self._lower = self._promotion = Promotion(self._tier, nvme, admission, group, self._metrics)
         self._tier.on_stored = promotion.note_stored
-        self._nvme_writing = group.create_task(nvme.run())
-        return [group.create_task(restore(nvme, self._metrics)), group.create_task(promotion.run())]
+        self._nvme_writing = [group.create_task(writer.run()) for writer in nvme.writers]
+        files_per_s = FILES_PER_S / len(nvme.drives)
+        keeping = [
+            group.create_task(keep(drive, nvme.withdraw, self._metrics, files_per_s=files_per_s))
+            for drive in nvme.drives
+        ]
+        return [*keeping, group.create_task(promotion.run())]
 
     async def _close_nvme(self) -> None:
         """Before the arena goes: reads and the write in hand use its slots. Where they hang it stays, to the end."""
@@ -248,9 +282,38 @@ class Agent:
             await self._promotion.close()
             self.has_hanging_threads = not await self._nvme.close(self._nvme_writing)
 
-    def _close_store(self) -> None:
-        if self._store is not None and not self.has_hanging_threads:
-            self._store.close()
+    def _close_stores(self) -> None:
+        for drive in self._nvme.drives if self._nvme is not None else ():
+            if not drive.has_jobs:
+                drive.store.close()
+
+    def _nvme_status(self, nvme: NvmeTier) -> dict[str, Any]:
+        return status_of(nvme, self._promotion) | {
+            "write": self._config.nvme.write,
+            "pinned_keys": len(self._pins),
+            "write_budgets": [
+                {
+                    "drive": each.drive,
+                    "bytes_per_day": each.day_bytes,
+                    "bytes_available": each.available_bytes,
+                    "bytes_written_today": each.written_today_bytes,
+                }
+                for each in self._budgeted
+            ],
+        }
+
+    def _make_store(self, config: DriveConfig) -> Store:
+        drive, store = str(config.path), FolderStore(str(config.path), fsync=self._config.nvme.fsync)
+        if config.day_bytes is None:
+            logger.info("writes to %s have no endurance budget: its capacity_gb and dwpd aren't given", drive)
+            return store
+        budgeted = BudgetedStore(store, drive, drive, config.day_bytes)
+        self._budgeted.append(budgeted)
+        metrics = self._metrics
+        metrics.write_budget_day_bytes.labels(drive).set(config.day_bytes)
+        metrics.write_budget_bytes.labels(drive).set_function(lambda: budgeted.available_bytes)
+        metrics.written_today_bytes.labels(drive).set_function(lambda: budgeted.written_today_bytes)
+        return budgeted
 
     def _nvme_rate(self) -> float:
         assert self._nvme is not None, "asked for only where the tier is"

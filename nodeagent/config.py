@@ -4,16 +4,24 @@ Strict: an unknown key is an error. Every field says its unit; relations between
 comes from (file, `WARMROUTE_*` variables, flags) is none of this module's business.
 """
 
+import os
 import socket
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.redis_schema import KEY_PREFIX
 from nodeagent.publisher import WALK_INTERVAL_S
+from nodeagent.tiers.drive import READ_THREADS
+from nodeagent.tiers.drives import DRIVES_MAX
+from nodeagent.tiers.file_store import FsyncPolicy
+from nodeagent.tiers.write_policy import PINS_MAX
 
 GB = 1e9
+
+DirectoryKeyHex = Annotated[str, StringConstraints(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
 
 
 class Section(BaseModel):
@@ -79,15 +87,82 @@ class DramConfig(Section):
         return round(self.gb * GB)
 
 
-class NvmeConfig(Section):
-    """The NVMe tier: off unless it has a path."""
+class RatedConfig(Section):
+    """What a drive's maker says it may be written."""
+
+    capacity_gb: float | None = Field(
+        None, gt=0, le=1e6, description="The drive's rated capacity in GB (10^9 bytes), for its endurance budget."
+    )
+    dwpd: float | None = Field(
+        None,
+        gt=0,
+        le=1e3,
+        description="Its rated drive writes per day: capacity_gb x dwpd bounds the writes of 24 hours; none: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_whole_rating(self) -> Self:
+        if (self.capacity_gb is None) != (self.dwpd is None):
+            raise ValueError("capacity_gb and dwpd must be given together: their product is the daily budget")
+        return self
+
+    @property
+    def day_bytes(self) -> int | None:
+        """The drive's endurance budget in bytes a day; `None` for no limit."""
+        if self.capacity_gb is None or self.dwpd is None:
+            return None
+        return round(self.capacity_gb * self.dwpd * GB)
+
+
+class DriveConfig(RatedConfig):
+    """One drive of the NVMe tier."""
+
+    path: Path = Field(description="A folder of the agent's own on this drive.")
+    gb: float = Field(gt=0, le=1e6, description="Quota of the folder in GB (10^9 bytes), with what was there before.")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _is_not_empty(cls, path: object) -> object:
+        if path == "":
+            raise ValueError("must be a folder")
+        return path
+
+    @property
+    def quota_bytes(self) -> int:
+        """The quota in bytes."""
+        return round(self.gb * GB)
+
+
+class NvmeConfig(RatedConfig):
+    """The NVMe tier: off unless it has a path, or paths."""
 
     path: Path | None = Field(None, description="A folder of the agent's own; none: no such tier.")
     gb: float | None = Field(
         None, gt=0, le=1e6, description="Quota of the folder in GB (10^9 bytes), with what was there before."
     )
-    write: Literal["hit", "through"] = Field(
-        "hit", description="hit: what was hit in DRAM is written; through: every chunk."
+    paths: tuple[DriveConfig, ...] = Field(
+        (), max_length=DRIVES_MAX, description="Several drives, instead of path and gb: chunks are spread by key."
+    )
+    min_free_gb: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="GB that stay free on each file system, whoever fills it; a twentieth of it if left out.",
+    )
+    read_threads: int = Field(READ_THREADS, ge=1, le=64, description="Reads of one drive that go on side by side.")
+    write: Literal["reuse", "hit", "through", "demote"] = Field(
+        "reuse",
+        description="When a chunk is written: reuse, once hit in DRAM or stored again; hit, once hit in DRAM; "
+        "through, at once; demote, before DRAM evicts it.",
+    )
+    pinned: tuple[DirectoryKeyHex, ...] = Field(
+        (),
+        max_length=PINS_MAX,
+        description="Directory keys in hex; their chunks and all that follow them are written whatever `write` says.",
+    )
+    fsync: FsyncPolicy = Field(
+        "none",
+        description="What a write waits for the drive to keep: none; data: the file's bytes; data+dir: its name too.",
     )
 
     @field_validator("path", mode="before")
@@ -103,12 +178,32 @@ class NvmeConfig(Section):
             raise ValueError("gb must be given with path: a tier on disk has a quota")
         if self.path is None and self.gb is not None:
             raise ValueError("path must be given with gb: a quota needs a folder")
+        if self.path is not None and self.paths:
+            raise ValueError("give either path and gb, or paths")
+        if self.path is None and self.dwpd is not None:
+            raise ValueError("path must be given with dwpd; each of several paths has its own capacity_gb and dwpd")
+        folders = [os.path.realpath(drive.path) for drive in self.paths]
+        twice = next((folder for folder in folders if folders.count(folder) > 1), None)
+        if twice is not None:
+            raise ValueError(f"paths names the folder {twice} twice; each drive has its own")
         return self
 
     @property
+    def drives(self) -> tuple[DriveConfig, ...]:
+        """One or several drives; none without the tier."""
+        if self.path is not None and self.gb is not None:
+            return (DriveConfig(path=self.path, gb=self.gb, capacity_gb=self.capacity_gb, dwpd=self.dwpd),)
+        return self.paths
+
+    @property
     def quota_bytes(self) -> int:
-        """The quota in bytes; 0 without the tier."""
-        return round((self.gb or 0.0) * GB)
+        """The quotas of all drives in bytes; 0 without the tier."""
+        return sum(drive.quota_bytes for drive in self.drives)
+
+    @property
+    def min_free_bytes(self) -> int | None:
+        """What must stay free, in bytes; `None` for a share."""
+        return None if self.min_free_gb is None else round(self.min_free_gb * GB)
 
 
 class AgentConfig(Section):

@@ -1,4 +1,4 @@
-"""The agent's HTTP: health, metrics, its state for a reader, tokenizer files by digest, and hints to prefetch."""
+"""The agent's HTTP: health, metrics, its state for a reader, tokenizer files by digest, hints to prefetch, and pins."""
 
 import asyncio
 import contextlib
@@ -9,18 +9,20 @@ from typing import Annotated, Any
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
 from directory.chunks import DIRECTORY_KEY_BYTES
+from nodeagent.errors import PinsFull
 from nodeagent.files import FileShelf
+from nodeagent.tiers.write_policy import Pins
 
 BACKLOG = 128
 SHUTDOWN_S = 2
-PREFETCH_KEYS_MAX = 4_096
-PREFETCH_BODY_BYTES_MAX = 256 * 1_024
-PREFETCH_BODY_S = 5.0
+KEYS_MAX = 4_096
+BODY_BYTES_MAX = 256 * 1_024
+BODY_S = 5.0
 CLIENT_GONE = 499
 
 DirectoryKeyHex = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
@@ -37,10 +39,10 @@ class ResetOutcome(enum.Enum):
 RESET_STATUS = {ResetOutcome.UNKNOWN: 404, ResetOutcome.REFUSED: 502}
 
 
-class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST /prefetch`: directory keys in hex, in the order in which they will be wanted."""
+class KeysRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/prefetch`, in the order in which they will be wanted, and of `/pins`: directory keys in hex."""
 
-    keys: Annotated[list[DirectoryKeyHex], msgspec.Meta(max_length=PREFETCH_KEYS_MAX)]
+    keys: Annotated[list[DirectoryKeyHex], msgspec.Meta(max_length=KEYS_MAX)]
 
 
 def create_api(
@@ -50,10 +52,11 @@ def create_api(
     status: Callable[[], dict[str, Any]],
     prefetch: Callable[[Sequence[bytes]], int],
     reset: Callable[[str], Awaitable[ResetOutcome]],
+    pins: Pins | None,
 ) -> FastAPI:
     """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try.
 
-    `reset` empties the prefix cache of the engine of that name.
+    `reset` empties the prefix cache of the engine of that name. `pins` is there where there is a tier to write to.
     """
     app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -82,8 +85,7 @@ def create_api(
 
     @app.post("/prefetch", status_code=202)
     async def prefetch_chunks(request: Request) -> dict[str, int]:
-        hint = _read_hint(await _bounded_body(request))
-        return {"accepted": prefetch([bytes.fromhex(key) for key in hint.keys])}
+        return {"accepted": prefetch(await _read_keys(request))}
 
     @app.post("/engines/{engine}/reset_prefix_cache")
     async def reset_prefix_cache(engine: str) -> dict[str, str]:
@@ -99,29 +101,58 @@ def create_api(
             raise HTTPException(404, "no attached engine has brought a file with this sha256")
         return Response(content, media_type="application/octet-stream")
 
+    app.include_router(_pins_api(pins))
     return app
+
+
+def _pins_api(pins: Pins | None) -> APIRouter:
+    router = APIRouter()
+
+    def there_are() -> Pins:
+        if pins is None:
+            raise HTTPException(409, "this host has no nvme tier to which anything could be written")
+        return pins
+
+    @router.post("/pins")
+    async def pin(request: Request) -> dict[str, int]:
+        keys = await _read_keys(request)
+        try:
+            there_are().add(keys)
+        except PinsFull as error:
+            raise HTTPException(409, str(error)) from error
+        return {"pinned": len(there_are())}
+
+    @router.delete("/pins")
+    async def unpin(request: Request) -> dict[str, int]:
+        keys = await _read_keys(request)
+        there_are().remove(keys)
+        return {"pinned": len(there_are())}
+
+    return router
 
 
 async def _bounded_body(request: Request) -> bytes:
     body = bytearray()
     try:
-        async with asyncio.timeout(PREFETCH_BODY_S):
+        async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > PREFETCH_BODY_BYTES_MAX:
-                    raise HTTPException(413, f"the body exceeds {PREFETCH_BODY_BYTES_MAX} bytes")
+                if len(body) > BODY_BYTES_MAX:
+                    raise HTTPException(413, f"the body exceeds {BODY_BYTES_MAX} bytes")
     except TimeoutError:
-        raise HTTPException(408, f"the body didn't arrive within {PREFETCH_BODY_S:g} s") from None
+        raise HTTPException(408, f"the body didn't arrive within {BODY_S:g} s") from None
     return bytes(body)
 
 
-def _read_hint(body: bytes) -> PrefetchRequest:
+async def _read_keys(request: Request) -> list[bytes]:
+    body = await _bounded_body(request)
     try:
-        return msgspec.json.decode(body, type=PrefetchRequest)
+        keys = msgspec.json.decode(body, type=KeysRequest).keys
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(
-            400, f'the body must be {{"keys": [up to {PREFETCH_KEYS_MAX} directory keys in hex]}}: {error}'
+            400, f'the body must be {{"keys": [up to {KEYS_MAX} directory keys in hex]}}: {error}'
         ) from error
+    return [bytes.fromhex(key) for key in keys]
 
 
 class HttpServer(uvicorn.Server):

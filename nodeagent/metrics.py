@@ -49,7 +49,31 @@ class AgentMetrics:
         self.prefetches_dropped = Counter(
             "warmroute_prefetches_dropped", "Prefetches that weren't done, by reason", ["reason"], registry=registry
         )
+        self.drive_up = Gauge(
+            "warmroute_nvme_drive_up", "1 while a drive is used, 0 in quarantine", ["drive"], registry=registry
+        )
+        self._add_endurance(registry)
         self._add_announcing(registry)
+
+    def _add_endurance(self, registry: CollectorRegistry) -> None:
+        self.write_budget_bytes = Gauge(
+            "warmroute_nvme_write_budget_bytes",
+            "Bytes that may be written to a drive now, by its endurance budget",
+            ["drive"],
+            registry=registry,
+        )
+        self.write_budget_day_bytes = Gauge(
+            "warmroute_nvme_write_budget_day_bytes",
+            "Bytes that may be written to a drive in any 24 hours: its capacity x DWPD",
+            ["drive"],
+            registry=registry,
+        )
+        self.written_today_bytes = Gauge(
+            "warmroute_nvme_written_today_bytes",
+            "Bytes written to a drive since midnight (UTC), headers and padding included",
+            ["drive"],
+            registry=registry,
+        )
 
     def _add_announcing(self, registry: CollectorRegistry) -> None:
         self.announced_chunks = Gauge(

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nvme", metavar="FOLDER", help="a folder of its own for the NVMe tier (default: no such tier)"
     )
     parser.add_argument("--nvme-gb", type=float, metavar="GB", help="quota of the NVMe tier; goes with --nvme")
-    parser.add_argument("--nvme-write", metavar="hit|through", help="write what was hit in DRAM, or every chunk")
+    parser.add_argument("--nvme-write", metavar="reuse|hit|through|demote", help="when a chunk is written")
     parser.add_argument("--bind", help="address of the agent's HTTP (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port of the agent's HTTP (default: a free one)")
     parser.add_argument("--agent-url", metavar="URL", help="where gateways reach the HTTP (default: bind and port)")

@@ -70,7 +70,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme", type=Path, metavar="FOLDER", help="NVMe tiers here, one per host (default: none)")
     parser.add_argument("--nvme-gb", type=float, metavar="GB", help="each host's NVMe tier (default 4); needs --nvme")
     parser.add_argument(
-        "--nvme-write", choices=("hit", "through"), default="hit", help="write what was hit in DRAM, or every chunk"
+        "--nvme-write",
+        choices=("reuse", "hit", "through", "demote"),
+        default="reuse",
+        help="when a chunk is written to NVMe (default: once it was hit in DRAM, or stored again)",
     )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the parts' logs here")
     parser.add_argument("--no-cache", action="store_true", help="engines reuse nothing: for comparison")

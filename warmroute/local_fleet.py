@@ -55,7 +55,7 @@ class FleetOptions:
     dram_gb: float = 0.6
     nvme: Path | None = None
     nvme_gb: float = NVME_GB
-    nvme_write: str = "hit"
+    nvme_write: str = "reuse"
     logs: Path | None = None
 
     @property

@@ -40,6 +40,10 @@ class EvictionPolicy(Protocol):
         """All keys, most recently used first."""
         ...
 
+    def oldest_first(self) -> Iterator[bytes]:
+        """All keys in the order in which they should go, held or not."""
+        ...
+
 
 class _Link(NamedTuple):
     parent: bytes | None
@@ -103,6 +107,10 @@ class Lru:
     def newest_first(self) -> Iterator[bytes]:
         """See `EvictionPolicy`."""
         return reversed(self._links)
+
+    def oldest_first(self) -> Iterator[bytes]:
+        """See `EvictionPolicy`."""
+        return iter(self._links)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}

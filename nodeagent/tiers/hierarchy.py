@@ -14,7 +14,7 @@ only stops keeping others from putting the same key.
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
@@ -136,6 +136,10 @@ class Hierarchy:
     def find(self, key: bytes) -> Entry | None:
         """The chunk under this storage key."""
         return self._entries.get(key)
+
+    def oldest(self, count_max: int) -> list[bytes]:
+        """The storage keys of up to `count_max` chunks that will be evicted first, oldest first."""
+        return list(islice(self._policy.oldest_first(), count_max))
 
     def open_run(self, keys: Sequence[bytes], holder: Hashable, from_nvme: Collection[bytes] = ()) -> list[OpenedSlot]:
         """References to the leading run of `keys` that is held; the run and its ancestors are touched.

@@ -1,32 +1,50 @@
-"""What the NVMe tier knows of its files: by storage key and by directory key, how old, and how many bytes.
+"""What a drive is known to hold: by storage key and by directory key, how old, and how many bytes.
 
-All of it runs on the event loop and never waits. After a start, files are first *listed* (a name and a size, counted
-and evictable, but not found by anybody) and then *restored* from their headers, newest first. A restored chunk is the
-oldest of all until `put_in_order` has seen every one: a file's time says when it was used, but a parent was often
-written before its children, and must not be evicted before them.
+All of it runs on the event loop and never waits. A million chunks take some 170 MB: what is known of a chunk is a row
+in columns, found through tables of row numbers, and no object of its own that the garbage collector would visit.
+
+The order is the one of `eviction.Lru`: least recently used, ancestors touched after their descendants.
+
+After a start, files are first *listed* (counted and evictable, but not found by anybody) and then *restored* from their
+headers, newest first. A restored chunk is the oldest of all until `put_in_order` has seen every one: a file's time says
+when it was used, but a parent was often written before its children, and must not be evicted before them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
-from nodeagent.tiers.chunk_file import FileHeader, file_bytes, name_of
-from nodeagent.tiers.eviction import EvictionPolicy
-from nodeagent.tiers.file_store import FoundFile
+from nodeagent.messages import STORAGE_KEY_BYTES
+from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
+from nodeagent.tiers.found_files import FoundFiles
+from nodeagent.tiers.key_table import NO_ROW, KeyTable
+from nodeagent.tiers.sorted_runs import sorted_rows
+from nodeagent.tiers.use_order import UseOrder
 
 REORDER_STEP_KEYS = 4_096
+_HAS_DIRECTORY_KEY = 1
+_HAS_PARENT = 2
+_SERIAL_MASK = 0xFFFF_FFFF
+_USED_NOW = math.inf
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class NvmeEntry:
-    """One chunk on disk. `identity` is the digest in its header; `length` and `checksum` are the payload's."""
+    """One chunk on disk, as it was known at one moment. `identity` is the digest in its header.
+
+    `length` and `checksum` are the payload's; `serial` tells it from what is indexed under its key at another time.
+    """
 
     label: ChunkLabel
     identity: bytes
     length: int
     checksum: bytes
+    serial: int = 0
 
     @property
     def name(self) -> bytes:
@@ -40,194 +58,342 @@ class NvmeEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Aged:
-    """A chunk in the account of use: when its file was last used, `math.inf` where it was used since the start."""
+class UseAccount:
+    """A copy of what `order_of_use` needs, to be worked through elsewhere.
 
-    key: bytes
-    parent: bytes | None
-    position: int
-    used_at_s: float
+    `used_at_s` is `inf` for what was used since the start; rows with the serial 0 hold nothing.
+    """
+
+    table: KeyTable
+    parents: bytearray
+    flags: bytearray
+    positions: "array[int]"
+    used_at_s: "array[float]"
+    serials: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOfUse:
+    """Rows, newest first; and by row, when it was used, and what it held when the account was made."""
+
+    rows: "array[int]"
+    used_at_s: "array[float]"
+    serials: "array[int]"
 
 
 class NvmeIndex:
-    """Entries in the order in which they should go, and the bytes of all files, until they are gone from disk.
+    """Chunks in the order in which they should go, and the bytes of all files, until they are gone from disk.
 
     `on_change(directory key, tier mask)` hears every newest state, as in `Hierarchy`.
     """
 
-    def __init__(self, policy: EvictionPolicy, on_change: Callable[[bytes, int], None]) -> None:
+    def __init__(self, on_change: Callable[[bytes, int], None]) -> None:
         self.used_bytes = 0
-        self._policy = policy
         self._on_change = on_change
-        self._entries: dict[bytes, NvmeEntry] = {}
-        self._by_directory_key: dict[bytes, list[bytes]] = {}
-        self._listed: dict[bytes, int] = {}
-        self._restored: dict[bytes, float] = {}
+        self._keys, self._parents = bytearray(), bytearray()
+        self._directory_keys, self._checksums = bytearray(), bytearray()
+        self._flags = bytearray()
+        self._positions, self._lengths = array("Q"), array("Q")
+        self._identities, self._serials = array("I"), array("I")
+        self._next_of_label = array("I")
+        self._used_at_s = array("d")
+        self._table = KeyTable(self._keys, STORAGE_KEY_BYTES)
+        self._labels = KeyTable(self._directory_keys, DIRECTORY_KEY_BYTES)
+        self._order = UseOrder()
+        self._free = array("I")
+        self._identity_numbers: dict[bytes, int] = {}
+        self._known_identities: list[bytes] = []
+        self._count = 0
+        self._new_serials = count(1)
+        self._listed = FoundFiles()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._count
+
+    def __contains__(self, storage_key: bytes) -> bool:
+        return self._table.find(storage_key) != NO_ROW
 
     @property
     def listed_files(self) -> int:
         """Files whose headers haven't been read yet."""
-        return len(self._listed)
+        return self._listed.listed
 
     def get(self, storage_key: bytes) -> NvmeEntry | None:
         """The chunk under this key, if a file is known to hold it."""
-        return self._entries.get(storage_key)
+        row = self._table.find(storage_key)
+        return self._entry(row) if row != NO_ROW else None
+
+    def label(self, storage_key: bytes) -> ChunkLabel:
+        """The label of a chunk that is there."""
+        return self._label(self._table.find(storage_key))
 
     def storage_keys(self, directory_key: bytes) -> Sequence[bytes]:
         """The storage keys of the chunks with this label."""
-        return self._by_directory_key.get(directory_key, ())
+        found, row = [], self._labels.find(directory_key)
+        while row != NO_ROW:
+            found.append(self._key(row))
+            row = self._next_of_label[row]
+        return found
 
-    def list_files(self, files: Iterable[FoundFile]) -> None:
+    def has_label(self, directory_key: bytes) -> bool:
+        """Whether any chunk has this label."""
+        return self._labels.find(directory_key) != NO_ROW
+
+    @property
+    def rows(self) -> int:
+        """Rows of the columns, be they in use or not."""
+        return len(self._serials)
+
+    def directory_keys(self, first_row: int, rows_max: int) -> list[bytes]:
+        """The labels in a stretch of the columns; one that several chunks have comes several times."""
+        rows = range(first_row, min(first_row + rows_max, self.rows))
+        return [self._directory_key(row) for row in rows if self._flags[row] & _HAS_DIRECTORY_KEY]
+
+    def entries(self) -> Iterator[NvmeEntry]:
+        """All chunks, the oldest first. Nothing may change meanwhile."""
+        return map(self._entry, self._order.oldest_first())
+
+    def list_files(self, files: FoundFiles) -> None:
         """Count files that were found, newest first. Nothing has been added before."""
-        self._listed = {found.name: found.size_bytes for found in files}
-        self.used_bytes = sum(self._listed.values())
+        self._listed = files
+        self.used_bytes = files.total_bytes
 
     def is_listed(self, name: bytes) -> bool:
         """Whether the file of this name is counted, but not read yet."""
-        return name in self._listed
+        return self._listed.is_listed(name)
 
     def take_oldest_listed(self) -> tuple[bytes, int] | None:
         """The name and size of the oldest listed file, which is to be removed; its bytes are still counted."""
-        return self._listed.popitem() if self._listed else None
+        return self._listed.take_oldest()
 
     def unlist(self, name: bytes) -> int:
         """A listed file is of no use: its size, still counted; 0 where it isn't listed."""
-        return self._listed.pop(name, 0)
+        return self._listed.take(name)
 
     def restore(self, header: FileHeader, used_at_s: float) -> None:
         """A listed file's header was read: index its chunk as the oldest, and announce it."""
         entry = NvmeEntry(header.label, header.identity, header.length, header.checksum)
-        key = header.label.storage_key
         self.used_bytes += entry.size_bytes - self.unlist(entry.name)
-        self._insert(entry)
-        self._restored[key] = used_at_s
-        self._policy.add_oldest(key, header.label.parent, header.label.position)
+        row = self._insert(entry)
+        self._used_at_s[row] = used_at_s
+        self._order.add_oldest(row)
 
     def add(self, entry: NvmeEntry) -> None:
         """A chunk was written, over whatever file had its name: index and announce it."""
-        key = entry.label.storage_key
-        known = self._entries.get(key)
-        if known is not None:
-            self._delete(known)
-            self.used_bytes -= known.size_bytes
+        row = self._table.find(entry.label.storage_key)
+        if row != NO_ROW:
+            self.used_bytes -= file_bytes(self._lengths[row])
+            self._delete(row)
         self.used_bytes += entry.size_bytes - self.unlist(entry.name)
-        self._insert(entry)
-        self._note_use(entry)
-        self._policy.add(key, entry.label.parent, entry.label.position)
+        row = self._insert(entry)
+        self._order.add_newest(row)
+        self._touch(row)
 
     def touch(self, storage_key: bytes) -> None:
         """A chunk was used, and with it its ancestors."""
-        entry = self._entries.get(storage_key)
-        if entry is not None:
-            self._note_use(entry)
-            self._policy.touch(storage_key)
-            self._report(entry.label.directory_key)
+        row = self._table.find(storage_key)
+        if row != NO_ROW:
+            self._touch(row)
+            self._report(row)
 
     def set_label(self, entry: NvmeEntry, label: ChunkLabel) -> None:
         """A chunk's label has become known: announce it."""
-        self._policy.remove(label.storage_key)
-        self._forget_directory_key(entry)
-        entry.label = label
-        self._note_directory_key(entry)
-        self._note_use(entry)
-        self._policy.add(label.storage_key, label.parent, label.position)
+        row = self._table.find(label.storage_key)
+        if row == NO_ROW or self._serials[row] != entry.serial:
+            return
+        self._forget_label(row)
+        self._write_label(row, label)
+        self._note_label(row)
+        self._touch(row)
 
     def drop(self, entry: NvmeEntry) -> bool:
         """Nobody finds a chunk any more; its file's bytes stay counted. Returns whether it was there."""
-        if self._entries.get(entry.label.storage_key) is not entry:
+        row = self._table.find(entry.label.storage_key)
+        if row == NO_ROW or self._serials[row] != entry.serial:
             return False
-        self._policy.remove(entry.label.storage_key)
-        self._delete(entry)
+        self._delete(row)
         return True
 
     def take_victims(self, size_bytes: int, count_max: int) -> list[NvmeEntry]:
         """Un-index the oldest chunks until their files hold `size_bytes`; report them gone. They stay counted."""
         victims: list[NvmeEntry] = []
-        while size_bytes > 0 and len(victims) < count_max:
-            keys = self._policy.take_victims(1, lambda _: False)
-            if not keys:
-                break
-            victims.append(self._entries[keys[0]])
+        while size_bytes > 0 and len(victims) < count_max and self._order.oldest != NO_ROW:
+            row = self._order.oldest
+            victims.append(self._entry(row))
             size_bytes -= victims[-1].size_bytes
-            self._delete(victims[-1])
+            self._delete(row)
         return victims
 
-    def account_of_use(self) -> tuple[list[NvmeEntry], Mapping[bytes, float]]:
-        """A copy of what `order_of_use` needs, to be worked through elsewhere."""
-        return list(self._entries.values()), dict(self._restored)
+    def account_of_use(self) -> UseAccount:
+        """What `order_of_use` needs."""
+        return UseAccount(
+            self._table.copy(self._keys[:]),
+            self._parents[:],
+            self._flags[:],
+            self._positions[:],
+            self._used_at_s[:],
+            self._serials[:],
+        )
 
-    def put_in_order(self, ordered: Sequence[Aged]) -> None:
-        """Put restored chunks in their places. `ordered` is a stretch of `order_of_use`, from its end backwards."""
-        for aged in ordered:
-            if aged.key not in self._restored:
+    def put_in_order(self, ordered: OrderOfUse, start: int, count_max: int) -> None:
+        """Put restored chunks in their places: a stretch of them, from the newest on."""
+        for row in ordered.rows[start : start + count_max]:
+            if self._serials[row] != ordered.serials[row] or self._used_at_s[row] == _USED_NOW:
                 continue
-            if aged.used_at_s == math.inf:
-                self._policy.touch(aged.key)
+            if ordered.used_at_s[row] == _USED_NOW:
+                self._touch(row)
             else:
-                self._policy.add_oldest(aged.key, aged.parent, aged.position)
+                self._order.remove(row)
+                self._order.add_oldest(row)
 
     def end_restoring(self) -> None:
         """All files are read and in order."""
-        self._restored.clear()
+        self._listed = FoundFiles()
 
-    def _note_use(self, entry: NvmeEntry | None) -> None:
-        """While chunks are restored: this one and its ancestors are in their places already."""
-        while entry is not None and self._restored:
-            label = entry.label
-            self._restored.pop(label.storage_key, None)
-            entry = self._entries.get(label.parent) if label.parent is not None else None
-            if entry is not None and entry.label.position != label.position - 1:
+    def _touch(self, row: int) -> None:
+        """The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
+        while True:
+            self._order.remove(row)
+            self._order.add_newest(row)
+            self._used_at_s[row] = _USED_NOW
+            if not self._flags[row] & _HAS_PARENT:
                 return
+            above = self._table.find(self._parent(row))
+            if above == NO_ROW or self._positions[above] != self._positions[row] - 1:
+                return
+            row = above
 
-    def _insert(self, entry: NvmeEntry) -> None:
-        self._entries[entry.label.storage_key] = entry
-        self._note_directory_key(entry)
+    def _insert(self, entry: NvmeEntry) -> int:
+        """A row for a chunk, found and announced; its place in the order is the caller's."""
+        row = self._free.pop() if self._free else self._new_row()
+        label = entry.label
+        # A column takes what it is given: other lengths would shift all that follows.
+        assert label.is_sound(), "names have their lengths"
+        assert len(entry.checksum) == CHECKSUM_BYTES, "and so have checksums"
+        self._keys[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES] = label.storage_key
+        self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES] = entry.checksum
+        self._lengths[row] = entry.length
+        self._identities[row] = self._identity_number(entry.identity)
+        self._serials[row] = next(self._new_serials) & _SERIAL_MASK
+        self._used_at_s[row] = _USED_NOW
+        self._count += 1
+        self._table.add(row)
+        self._write_label(row, label)
+        self._note_label(row)
+        return row
 
-    def _delete(self, entry: NvmeEntry) -> None:
-        del self._entries[entry.label.storage_key]
-        self._restored.pop(entry.label.storage_key, None)
-        self._forget_directory_key(entry)
+    def _new_row(self) -> int:
+        row = len(self._serials)
+        for column, width in (
+            (self._keys, STORAGE_KEY_BYTES),
+            (self._parents, STORAGE_KEY_BYTES),
+            (self._directory_keys, DIRECTORY_KEY_BYTES),
+            (self._checksums, CHECKSUM_BYTES),
+            (self._flags, 1),
+        ):
+            column.extend(bytes(width))
+        for numbers in (self._positions, self._lengths, self._identities, self._serials):
+            numbers.append(0)
+        self._next_of_label.append(NO_ROW)
+        self._used_at_s.append(_USED_NOW)
+        self._order.make_place()
+        return row
 
-    def _note_directory_key(self, entry: NvmeEntry) -> None:
-        key = entry.label.directory_key
-        if key is not None:
-            self._by_directory_key.setdefault(key, []).append(entry.label.storage_key)
-            self._report(key)
+    def _delete(self, row: int) -> None:
+        self._order.remove(row)
+        self._forget_label(row)
+        self._table.remove(row)
+        self._serials[row] = 0
+        self._free.append(row)
+        self._count -= 1
 
-    def _forget_directory_key(self, entry: NvmeEntry) -> None:
-        key = entry.label.directory_key
-        if key is None:
+    def _write_label(self, row: int, label: ChunkLabel) -> None:
+        flags = (label.directory_key is not None) * _HAS_DIRECTORY_KEY | (label.parent is not None) * _HAS_PARENT
+        self._flags[row] = flags
+        self._positions[row] = label.position
+        start = row * STORAGE_KEY_BYTES
+        self._parents[start : start + STORAGE_KEY_BYTES] = label.parent or bytes(STORAGE_KEY_BYTES)
+        start = row * DIRECTORY_KEY_BYTES
+        self._directory_keys[start : start + DIRECTORY_KEY_BYTES] = label.directory_key or bytes(DIRECTORY_KEY_BYTES)
+
+    def _note_label(self, row: int) -> None:
+        """Rows of one label are a chain; the first of them is in the table."""
+        if not self._flags[row] & _HAS_DIRECTORY_KEY:
             return
-        holders = self._by_directory_key[key]
-        holders.remove(entry.label.storage_key)
-        if not holders:
-            del self._by_directory_key[key]
-        self._report(key)
+        first = self._labels.find(self._directory_key(row))
+        if first == NO_ROW:
+            self._next_of_label[row] = NO_ROW
+            self._labels.add(row)
+        else:
+            self._next_of_label[row] = self._next_of_label[first]
+            self._next_of_label[first] = row
+        self._report(row)
 
-    def _report(self, key: bytes | None) -> None:
-        if key is not None:
-            self._on_change(key, int(Tier.NVME) if key in self._by_directory_key else 0)
+    def _forget_label(self, row: int) -> None:
+        if not self._flags[row] & _HAS_DIRECTORY_KEY:
+            return
+        key, following = self._directory_key(row), self._next_of_label[row]
+        before = self._labels.find(key)
+        if before == row:
+            self._labels.remove(row)
+            if following != NO_ROW:
+                self._labels.add(following)
+        else:
+            while self._next_of_label[before] != row:
+                before = self._next_of_label[before]
+            self._next_of_label[before] = following
+        self._flags[row] &= ~_HAS_DIRECTORY_KEY
+        self._on_change(key, int(Tier.NVME) if self.has_label(key) else 0)
+
+    def _report(self, row: int) -> None:
+        if self._flags[row] & _HAS_DIRECTORY_KEY:
+            self._on_change(self._directory_key(row), int(Tier.NVME))
+
+    def _identity_number(self, identity: bytes) -> int:
+        number = self._identity_numbers.get(identity)
+        if number is None:
+            number = self._identity_numbers[identity] = len(self._known_identities)
+            self._known_identities.append(identity)
+        return number
+
+    def _key(self, row: int) -> bytes:
+        return bytes(self._keys[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
+
+    def _parent(self, row: int) -> bytes:
+        return bytes(self._parents[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
+
+    def _directory_key(self, row: int) -> bytes:
+        return bytes(self._directory_keys[row * DIRECTORY_KEY_BYTES : (row + 1) * DIRECTORY_KEY_BYTES])
+
+    def _label(self, row: int) -> ChunkLabel:
+        flags = self._flags[row]
+        return ChunkLabel(
+            self._key(row),
+            self._directory_key(row) if flags & _HAS_DIRECTORY_KEY else None,
+            self._parent(row) if flags & _HAS_PARENT else None,
+            self._positions[row],
+        )
+
+    def _entry(self, row: int) -> NvmeEntry:
+        checksum = bytes(self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES])
+        identity = self._known_identities[self._identities[row]]
+        return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row])
 
 
-def order_of_use(entries: Iterable[NvmeEntry], restored: Mapping[bytes, float]) -> list[Aged]:
-    """Newest first; no chunk older than a child of its. What isn't `restored` was used just now.
+def order_of_use(account: UseAccount) -> OrderOfUse:
+    """Newest first; no chunk older than a child of its. What isn't restored was used just now.
 
     Children come before their parents (the deepest first), and hand up when they were used. Among chunks that were
     used at the same time the ancestors are the newer ones.
     """
-    deepest_first = sorted(entries, key=lambda entry: entry.label.position, reverse=True)
-    used = {entry.label.storage_key: restored.get(entry.label.storage_key, math.inf) for entry in deepest_first}
-    positions = {entry.label.storage_key: entry.label.position for entry in deepest_first}
-    for entry in deepest_first:
-        label = entry.label
-        if label.parent is not None and positions.get(label.parent) == label.position - 1:
-            used[label.parent] = max(used[label.parent], used[label.storage_key])
-    aged = [
-        Aged(entry.label.storage_key, entry.label.parent, entry.label.position, used[entry.label.storage_key])
-        for entry in deepest_first
-    ]
-    aged.sort(key=lambda each: (-each.used_at_s, each.position))
-    return aged
+    positions, used = account.positions, account.used_at_s[:]
+    live = array("I", (row for row, serial in enumerate(account.serials) if serial))
+    rows = sorted_rows(live, positions.__getitem__)
+    for row in reversed(rows):
+        if not account.flags[row] & _HAS_PARENT:
+            continue
+        parent = bytes(account.parents[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
+        above = account.table.find(parent)
+        if above != NO_ROW and positions[above] == positions[row] - 1:
+            used[above] = max(used[above], used[row])
+    return OrderOfUse(sorted_rows(rows, used.__getitem__, reverse=True), used, account.serials)

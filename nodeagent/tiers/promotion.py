@@ -17,9 +17,11 @@ from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.drive import CLOSE_WAIT_MAX_S
+from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
-from nodeagent.tiers.nvme import CLOSE_WAIT_MAX_S, NvmeTier
 from nodeagent.tiers.nvme_index import NvmeEntry
 
 READS_PER_OPEN_MAX = 8
@@ -128,16 +130,16 @@ class _Load:
 
 
 class Promotion:
-    """Moves chunks from `nvme` to `dram`. `group` holds the loads; `writes_through` has every put written to disk."""
+    """Moves chunks from `nvme` to `dram`. `group` holds the loads; `admission` is the other way."""
 
     def __init__(
-        self, dram: DramTier, nvme: NvmeTier, group: asyncio.TaskGroup, metrics: AgentMetrics, *, writes_through: bool
+        self, dram: DramTier, nvme: NvmeTier, admission: Admission, group: asyncio.TaskGroup, metrics: AgentMetrics
     ) -> None:
         self._dram = dram
         self._nvme = nvme
+        self._admission = admission
         self._group = group
         self._metrics = metrics
-        self._writes_through = writes_through
         self._loads: dict[bytes, _Load] = {}
         self._hints: dict[bytes, None] = {}
         self._wake = asyncio.Event()
@@ -149,7 +151,8 @@ class Promotion:
         return len(self._loads)
 
     def meet(self, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome | None:
-        """See `LowerTier`."""
+        """See `LowerTier`. A put that is let in takes a slot next."""
+        self._admission.note_slot_taken()
         return self._nvme.meet(label, length, checksum)
 
     def learn(self, label: ChunkLabel) -> None:
@@ -162,7 +165,7 @@ class Promotion:
         if hierarchy is None:
             return False
         run = hierarchy.contains_run(keys)
-        return run < len(keys) and (keys[run] in self._loads or self._nvme.index.get(keys[run]) is not None)
+        return run < len(keys) and (keys[run] in self._loads or self._nvme.holds(keys[run]))
 
     async def open_run(self, keys: Sequence[bytes], wait_s: float) -> HeldRun:
         """See `LowerTier`. At most `READS_PER_OPEN_MAX` reads of one open go on side by side."""
@@ -177,20 +180,18 @@ class Promotion:
         return run
 
     def note_hit(self, keys: Sequence[bytes]) -> None:
-        """See `LowerTier`: what was hit in DRAM is worth writing, and its copy on disk worth keeping."""
+        """See `LowerTier`: what was hit in DRAM may be worth writing, and its copy on disk is worth keeping."""
         hierarchy = self._dram.hierarchy
         if hierarchy is None:
             return
-        last = next((key for key in reversed(keys) if self._nvme.index.get(key) is not None), None)
+        last = next((key for key in reversed(keys) if self._nvme.holds(key)), None)
         if last is not None:
-            self._nvme.index.touch(last)
-        for key in keys:
-            self._nvme.offer(hierarchy, key)
+            self._nvme.touch(last)
+        self._admission.note_hit(keys)
 
     def note_stored(self, key: bytes) -> None:
         """See `LowerTier`."""
-        if self._writes_through and self._dram.hierarchy is not None:
-            self._nvme.offer(self._dram.hierarchy, key)
+        self._admission.note_stored(key)
 
     def prefetch(self, directory_keys: Sequence[bytes]) -> int:
         """See `LowerTier`. At most half of the slots are asked for at a time: more would evict one another."""
@@ -265,15 +266,16 @@ class Promotion:
 
     def _begin(self, key: bytes, hierarchy: Hierarchy) -> _Load | None:
         """The load of a chunk, begun now if need be; `None` where there is no file, or no room."""
-        load = self._loads.get(key)
-        if load is not None:
-            return load
-        entry = self._nvme.index.get(key)
+        load, entry = self._loads.get(key), self._nvme.find(key)
+        # A load whose chunk is gone is on a drive in quarantine, and may never end.
         if entry is None or self._is_closing:
             return None
+        if load is not None:
+            return load
         if len(self._loads) >= LOADS_MAX:
             self._metrics.admission_refused.labels("nvme_reads_full").inc()
             return None
+        self._admission.note_slot_taken()
         granted = hierarchy.reserve(entry.label, entry.length, entry.checksum, self, entry.identity)
         if granted.evicted:
             self._metrics.evictions.labels(DRAM, "demand").inc(granted.evicted)
@@ -292,7 +294,8 @@ class Promotion:
                 return False
             hierarchy.begin_commit(self, reservation.number)
             # The label may have become known while the file was read.
-            reservation.label = entry.label
+            newest = self._nvme.find(key)
+            reservation.label = newest.label if newest is not None else entry.label
             outcome = hierarchy.finish_commit(reservation, entry.checksum)
             found = hierarchy.find(key)
             if outcome is PutOutcome.CONFLICT or found is None:
@@ -308,7 +311,7 @@ class Promotion:
     def _wanted(self, directory_keys: Collection[bytes]) -> Iterator[bytes]:
         hierarchy = self._dram.hierarchy
         for directory_key in directory_keys:
-            for key in self._nvme.index.storage_keys(directory_key):
+            for key in self._nvme.storage_keys(directory_key):
                 is_there = hierarchy is not None and hierarchy.find(key) is not None
                 if not is_there and key not in self._loads and key not in self._hints:
                     yield key
@@ -336,13 +339,4 @@ class Promotion:
 
 def status_of(nvme: NvmeTier, promotion: Promotion) -> dict[str, Any]:
     """What the agent's `/status` shows of the NVMe tier."""
-    return {
-        "bytes_used": nvme.used_bytes,
-        "bytes_limit": nvme.quota_bytes,
-        "chunks": len(nvme.index),
-        "is_restoring": nvme.is_restoring,
-        "unread_files": nvme.index.listed_files,
-        "is_write_paused": nvme.is_paused,
-        "queued_writes": nvme.queued_writes,
-        "reads": promotion.loads,
-    }
+    return {**nvme.status(), "reads": promotion.loads}

@@ -15,10 +15,10 @@ WEIGHT = 0.2
 
 
 class ReadRate:
-    """Bytes per second, smoothed over spans. Moments are monotonic seconds."""
+    """Bytes per second, smoothed over spans; what was believed before, until then. Moments are monotonic seconds."""
 
-    def __init__(self) -> None:
-        self.bytes_per_s = BELIEVED_BYTES_PER_S
+    def __init__(self, believed_bytes_per_s: float = BELIEVED_BYTES_PER_S) -> None:
+        self.bytes_per_s = believed_bytes_per_s
         self._under_way = 0
         self._began_s = 0.0
         self._span_bytes = 0

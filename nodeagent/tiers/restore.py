@@ -1,4 +1,4 @@
-"""After a start: the files of a folder become the NVMe tier's index again, in the background, newest first.
+"""After a start: the files of a folder become a drive's index again, in the background, newest first.
 
 (1) The folder is listed, which removes leftovers and counts every byte; until then nothing is written. (2) Headers
 are read a batch at a time, at `FILES_PER_S`, and their chunks indexed and announced. (3) When all are read, they are
@@ -10,15 +10,17 @@ has now are kept, until they are the oldest.
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from nodeagent.errors import ChunkCorrupt, ChunkForeign
 from nodeagent.metrics import AgentMetrics
 from nodeagent.registration import Sleep
 from nodeagent.tiers.chunk_file import FileHeader
-from nodeagent.tiers.file_store import FoundFile, Listing, Store
-from nodeagent.tiers.nvme import NVME, NvmeTier
-from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, order_of_use
+from nodeagent.tiers.drive import READ_ERRORS_MAX, Drive
+from nodeagent.tiers.drive_faults import Fault, fault_of
+from nodeagent.tiers.file_store import Listing, Store
+from nodeagent.tiers.found_files import FoundFile
+from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, NvmeIndex, order_of_use
+from nodeagent.tiers.room import NVME
 
 FILES_PER_S = 2_000.0
 FILES_PER_BATCH = 200
@@ -27,44 +29,46 @@ LIST_RETRY_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-async def restore(tier: NvmeTier, metrics: AgentMetrics, sleep: Sleep = asyncio.sleep) -> None:
-    """Rebuild the tier's index, once. A folder that can't be listed is tried again; meanwhile nothing is written."""
-    threads = ThreadPoolExecutor(1, thread_name_prefix="warmroute-nvme-restore")
-    try:
-        listing = await _list(tier, metrics, threads, sleep)
-        tier.index.list_files(listing.files)
-        tier.note_listed()
-        if listing.temporaries_removed or listing.strangers:
-            logger.info(
-                "the nvme folder held %d unfinished files, now removed, and %d that aren't ours, left alone",
-                listing.temporaries_removed,
-                listing.strangers,
-            )
-        for start in range(0, len(listing.files), FILES_PER_BATCH):
-            batch = [found for found in listing.files[start:][:FILES_PER_BATCH] if tier.index.is_listed(found.name)]
-            verdicts = await tier.in_thread(threads, _read_headers, tier.store, batch)
-            for found, verdict in zip(batch, verdicts, strict=True):
-                _take(tier, metrics, found, verdict)
-            tier.account()
-            await sleep(len(batch) / FILES_PER_S)
-        ordered = await tier.in_thread(threads, order_of_use, *tier.index.account_of_use())
-        for start in range(0, len(ordered), REORDER_STEP_KEYS):
-            tier.index.put_in_order(ordered[start : start + REORDER_STEP_KEYS])
-            await asyncio.sleep(0)
-        tier.index.end_restoring()
-        tier.is_restoring = False
-        logger.info("the nvme tier holds %d chunks in %d bytes", len(tier.index), tier.used_bytes)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+async def restore(
+    drive: Drive, metrics: AgentMetrics, sleep: Sleep = asyncio.sleep, files_per_s: float = FILES_PER_S
+) -> None:
+    """Rebuild the drive's index, once. A folder that can't be listed is tried again; meanwhile nothing is written."""
+    index = drive.index
+    listing = await _list(drive, metrics, sleep)
+    index.list_files(listing.files)
+    drive.note_listed()
+    if listing.temporaries_removed or listing.strangers:
+        logger.info(
+            "the nvme folder %s held %d unfinished files, now removed, and %d that aren't ours, left alone",
+            drive.name,
+            listing.temporaries_removed,
+            listing.strangers,
+        )
+    for start in range(0, len(listing.files), FILES_PER_BATCH):
+        batch = [found for found in listing.files.stretch(start, FILES_PER_BATCH) if index.is_listed(found.name)]
+        while (error := _own_fault(verdicts := await drive.listing.do(_read_headers, drive.store, batch))) is not None:
+            logger.error("files of %s can't be read now, and are tried again: %s", drive.name, error)
+            await sleep(LIST_RETRY_S)
+        for found, verdict in zip(batch, verdicts, strict=True):
+            _take(drive, index, metrics, found, verdict)
+        drive.account()
+        await sleep(len(batch) / files_per_s)
+    ordered = await drive.listing.do(order_of_use, index.account_of_use())
+    for start in range(0, len(ordered.rows), REORDER_STEP_KEYS):
+        index.put_in_order(ordered, start, REORDER_STEP_KEYS)
+        await asyncio.sleep(0)
+    index.end_restoring()
+    drive.is_restoring = False
+    logger.info("the nvme folder %s holds %d chunks in %d bytes", drive.name, len(index), drive.used_bytes)
 
 
-async def _list(tier: NvmeTier, metrics: AgentMetrics, threads: ThreadPoolExecutor, sleep: Sleep) -> Listing:
+async def _list(drive: Drive, metrics: AgentMetrics, sleep: Sleep) -> Listing:
     while True:
         try:
-            return await tier.in_thread(threads, tier.store.listing)
+            return await drive.listing.do(drive.store.listing)
         except OSError as error:
             metrics.degraded.labels("nvme_unlisted").inc()
-            logger.error("the nvme folder can't be listed; nothing is written to it: %s", error)
+            logger.error("the nvme folder %s can't be listed; nothing is written to it: %s", drive.name, error)
             await sleep(LIST_RETRY_S)
 
 
@@ -78,14 +82,31 @@ def _read_headers(store: Store, batch: Sequence[FoundFile]) -> list[FileHeader |
     return verdicts
 
 
+def _own_fault(verdicts: Sequence[FileHeader | ChunkCorrupt | OSError]) -> OSError | None:
+    """An error that says nothing of the file. Raises `OSError` where the drive fails file after file."""
+    in_a_row = 0
+    for verdict in verdicts:
+        fault = fault_of(verdict) if isinstance(verdict, OSError) else None
+        if isinstance(verdict, OSError) and fault is Fault.PROCESS:
+            return verdict
+        in_a_row = in_a_row + 1 if fault in (Fault.DRIVE, Fault.GONE) else 0
+        if isinstance(verdict, OSError) and (in_a_row >= READ_ERRORS_MAX or fault is Fault.GONE):
+            raise verdict
+    return None
+
+
 def _take(
-    tier: NvmeTier, metrics: AgentMetrics, found: FoundFile, verdict: FileHeader | ChunkCorrupt | OSError
+    drive: Drive,
+    index: NvmeIndex,
+    metrics: AgentMetrics,
+    found: FoundFile,
+    verdict: FileHeader | ChunkCorrupt | OSError,
 ) -> None:
     """Index a file's chunk, or have the file removed. One that was evicted or written anew meanwhile is passed by."""
-    if not tier.index.is_listed(found.name):
+    if index is not drive.index or not index.is_listed(found.name):
         return
     if isinstance(verdict, FileHeader):
-        tier.index.restore(verdict, found.modified_s)
+        index.restore(verdict, found.modified_s)
         return
     if isinstance(verdict, ChunkForeign):
         reason = "foreign"
@@ -96,4 +117,4 @@ def _take(
         reason = "vanished" if isinstance(verdict, FileNotFoundError) else "unreadable"
     metrics.evictions.labels(NVME, reason).inc()
     logger.warning("a file of the nvme folder is removed: %s", verdict)
-    tier.doom_file(found.name, tier.index.unlist(found.name))
+    drive.doom_file(found.name, index.unlist(found.name))

@@ -13,6 +13,7 @@ from directory.errors import IdentityRefused
 from directory.identity import Identity
 from directory.members import (
     INCARNATION_BYTES,
+    TEXT_CHARS_MAX,
     EngineRegistration,
     HostRegistration,
     Load,
@@ -28,7 +29,7 @@ from directory.members import (
 from directory.tiers import Tier
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, incarnation
 
-TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
+TEXT = st.text(st.characters(blacklist_categories=("Cs",)).filter(str.isprintable), max_size=12)
 PLAIN = st.text("abcxyz-./é", min_size=1, max_size=12)
 AMOUNTS = st.integers(0, 2**62)
 SPEEDS = st.floats(1e-3, 1e18)
@@ -104,6 +105,16 @@ def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> No
         {"context_tokens": -1},
         {"key_scheme": "sha1"},
         {"page_tokens": 100},
+        {"page_tokens": "64"},
+        {"chunk_tokens": 256.5},
+        {"shape": {"parameters": 8e9, "layers": 10**300, "d_model": 1, "kv_bytes_per_token": 1}},
+        {"shape": {"parameters": float("inf"), "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
+        {"engine": "a\ud800"},
+        {"url": "http://a\r\nx-more: b"},
+        {"host": "\x1b[31m"},
+        {"models": ["\ud800"]},
+        {"models": ["x" * (TEXT_CHARS_MAX + 1)]},
+        {"renderer": 7},
         {"tokenizer_files": {"tokenizer.json": 7}},
     ],
     ids=lambda change: json.dumps(change)[:40],
@@ -112,6 +123,13 @@ def test_an_engine_that_cannot_be_right_is_unreadable(change: dict[str, object])
     row = json.loads(encode_registration(ENGINE)) | change
     with pytest.raises(UnreadableMember):
         decode_registration(json.dumps(row).encode())
+
+
+def test_a_whole_number_may_be_written_as_some_languages_do() -> None:
+    row = json.loads(encode_registration(ENGINE)) | {"chunk_tokens": 256.0, "page_tokens": 64.0}
+    read = decode_registration(json.dumps(row).encode())
+    assert isinstance(read, EngineRegistration)
+    assert [type(tokens) for tokens in (read.chunk_tokens, read.page_tokens)] == [int, int]
 
 
 @pytest.mark.parametrize("field", ["role", "engine", "url", "models", "identity", "shape", "chunk_tokens"])

@@ -106,7 +106,7 @@ def test_after_a_restart_of_agent_and_engine_all_of_it_is_hit_on_nvme(
 ) -> None:
     text, chunks = cold
     restart(fleet, "engine-1", "host-1")
-    until(lambda: "dram" not in expected(fleet, conversation("tides")), 30, "the killed agent's life has ended")
+    until(lambda: expected(fleet, conversation("tides")).keys() == {"nvme"}, 30, "the killed lives have ended")
     again, cached, predicted = ask(fleet, conversation("tides"))
     assert again == text
     assert predicted == {"nvme": chunks * CHUNK_TOKENS}

@@ -82,6 +82,14 @@ def test_a_scope_changes_every_key() -> None:
     assert not set(plain) & set(salted)
 
 
+def test_a_group_whose_keys_cannot_be_computed_costs_its_own_engines_only() -> None:
+    well, strange = view("a"), view("b", chunk_tokens=8)
+    groups = group_by_naming([strange, well])
+    object.__setattr__(groups[0], "chunk_tokens", 4.0)
+    (chain,) = chain_chunks(groups, TOKENS, UNSCOPED)
+    assert chain.group.engines == (well,)
+
+
 def test_the_number_of_chains_is_bounded() -> None:
     views = [view(f"e{size}", chunk_tokens=size) for size in range(4, 12)]
     assert len(chains_of(views, TOKENS, UNSCOPED)) == CHAINS_MAX

@@ -5,7 +5,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +126,8 @@ def running_agent(
     nvme_path: str | None = None,
     nvme_bytes: int | None = None,
     nvme_write: str = "hit",
+    nvme_more: dict[str, Any] | None = None,
+    nvme_paths: Sequence[str | dict[str, Any]] = (),
     port: int = 0,
     agent_url: str | None = None,
     walk_interval_s: float = WALK_INTERVAL_S,
@@ -134,7 +136,11 @@ def running_agent(
     door = str(folder / "door.sock")
     nvme: dict[str, Any] = {}
     if nvme_path is not None:
-        nvme = {"path": nvme_path, "gb": (nvme_bytes or 0) / GB, "write": nvme_write}
+        nvme = {"path": nvme_path, "gb": (nvme_bytes or 0) / GB, "write": nvme_write, **(nvme_more or {})}
+    if nvme_paths:
+        gb = (nvme_bytes or 0) / GB
+        drives = [{"path": each, "gb": gb} if isinstance(each, str) else each for each in nvme_paths]
+        nvme = {"paths": drives, "write": nvme_write, **(nvme_more or {})}
     config = AgentConfig.model_validate(
         {
             "host": host,

@@ -19,6 +19,7 @@ from nodeagent.tiers.chunk_file import (
     file_bytes,
     name_of,
 )
+from nodeagent.tiers.chunk_folder import LOCK_NAME
 from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import label, payload, storage_key
 
@@ -96,7 +97,7 @@ def put(store, name, length=5_000):
 
 
 def files(tmp_path):
-    return sorted(path.name for path in (tmp_path / "nvme").rglob("*") if path.is_file() and path.stat().st_size)
+    return sorted(path.name for path in (tmp_path / "nvme").rglob("*") if path.is_file() and path.name != LOCK_NAME)
 
 
 def test_what_was_put_is_read_and_lies_where_the_format_says(store, tmp_path):
@@ -119,12 +120,12 @@ def test_the_same_bytes_are_had_and_others_refused(store):
 
 
 def test_a_put_that_fails_leaves_nothing(store, tmp_path, monkeypatch):
-    def full(fd, parts):
-        os.write(fd, bytes(parts[0])[:100])
+    def full(fd, parts, offset):
+        os.write(fd, bytes(parts[0]))
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr("nodeagent.tiers.file_store._write_all", full)
+        patch.setattr("os.pwritev", full)
         put(store, "a")
     assert files(tmp_path) == []
     assert put(store, "a")

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from nodeagent.tiers import nvme as nvme_tier
+from nodeagent.tiers import drive as one_drive
 from nodeagent.tiers.file_store import FolderStore
+from tests.nodeagent.lone_drive import store_in_dram, tier_on
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     SLOTS,
@@ -24,12 +25,11 @@ from tests.nodeagent.running import (
     running_agent,
     storage_key,
 )
-from tests.nodeagent.test_nvme import store_in_dram, tier_on
 from tests.nodeagent.test_nvme_agent import NAMES, nvme, put_chain
 
 AGENT = """
 import sys, threading
-from nodeagent.tiers import nvme, promotion
+from nodeagent.tiers import drive, promotion
 from nodeagent.tiers.file_store import FolderStore
 from warmroute.cli import main
 
@@ -38,7 +38,7 @@ def hang(*arguments):
     threading.Event().wait()
 
 setattr(FolderStore, sys.argv[1], hang)
-nvme.CLOSE_WAIT_MAX_S = promotion.CLOSE_WAIT_MAX_S = 0.1
+drive.CLOSE_WAIT_MAX_S = promotion.CLOSE_WAIT_MAX_S = 0.1
 sys.exit(main(["agent", *sys.argv[2:]]))
 """
 
@@ -85,7 +85,7 @@ def test_an_agent_whose_drive_hangs_ends_on_sigterm(tmp_path, where):
 
 
 async def test_a_tier_whose_write_hangs_says_so_and_waits_for_one_that_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(nvme_tier, "CLOSE_WAIT_MAX_S", 0.05)
+    monkeypatch.setattr(one_drive, "CLOSE_WAIT_MAX_S", 0.05)
     let_go, has_begun = threading.Event(), threading.Event()
 
     class Hanging(FolderStore):
@@ -95,10 +95,10 @@ async def test_a_tier_whose_write_hangs_says_so_and_waits_for_one_that_ends(tmp_
 
     async with tier_on(Hanging(str(tmp_path / "nvme"))) as tier, asyncio.TaskGroup() as group:
         store_in_dram(tier, "a")
-        tier.offer(tier.hierarchy, storage_key("a"))
+        tier.writer.offer(tier.hierarchy, storage_key("a"))
         assert await asyncio.to_thread(has_begun.wait, WAIT_S)
         # The fixture's loop ends with the tier; this one only stands for it.
         assert not await tier.close(group.create_task(asyncio.sleep(0)))
         let_go.set()
-        monkeypatch.setattr(nvme_tier, "CLOSE_WAIT_MAX_S", WAIT_S)
+        monkeypatch.setattr(one_drive, "CLOSE_WAIT_MAX_S", WAIT_S)
         assert await tier.close(group.create_task(asyncio.sleep(0)))

@@ -9,6 +9,8 @@ from nodeagent import http_api
 from nodeagent.files import FileShelf
 from nodeagent.http_api import HttpServer, ResetOutcome, create_api, listen
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers import write_policy
+from nodeagent.tiers.write_policy import Pins
 
 NAMES = {
     "warmroute_tier_tokens_requested",
@@ -21,6 +23,7 @@ NAMES = {
     "warmroute_evictions",
     "warmroute_admission_refused",
     "warmroute_announced_chunks",
+    "warmroute_nvme_write_budget_bytes",
     "warmroute_announce_lag_seconds",
     "warmroute_degraded",
 }
@@ -28,7 +31,7 @@ NAMES = {
 
 @pytest.fixture
 def state():
-    return {"ready": False}
+    return {"ready": False, "pins": Pins()}
 
 
 async def no_reset(engine):
@@ -48,7 +51,9 @@ async def http(state):
         state["reset"] = engine
         return state["outcome"]
 
-    api = create_api(files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"}, hint, reset)
+    api = create_api(
+        files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"}, hint, reset, state["pins"]
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://agent") as client:
         yield client
 
@@ -107,10 +112,22 @@ async def test_a_bad_hint_is_a_400_that_names_the_field(http, state, body, statu
     assert "hinted" not in state
 
 
+async def test_pins_are_added_and_removed_within_their_bound(http, state, monkeypatch):
+    monkeypatch.setattr(write_policy, "PINS_MAX", 2)
+    answer = await http.post("/pins", json={"keys": ["ab" * 16, "CD" * 16]})
+    assert (answer.status_code, answer.json()) == (200, {"pinned": 2})
+    answer = await http.post("/pins", json={"keys": ["ef" * 16]})
+    assert (answer.status_code, "no more than 2" in answer.json()["detail"]) == (409, True)
+    answer = await http.request("DELETE", "/pins", json={"keys": ["AB" * 16, "ef" * 16]})
+    assert (answer.status_code, answer.json()) == (200, {"pinned": 1})
+    assert b"\xcd" * 16 in state["pins"]
+    assert (await http.post("/pins", json={"keys": [7]})).status_code == 400
+
+
 @pytest.fixture
 async def port(state):
     files, registry = FileShelf(), AgentMetrics().registry
-    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, lambda keys: len(keys), no_reset)
+    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, lambda keys: len(keys), no_reset, None)
     with listen("127.0.0.1", 0) as listener:
         server = HttpServer(api, listener)
         task = asyncio.create_task(server.run_until_stopped())
@@ -140,7 +157,7 @@ HEAD = b"POST /prefetch HTTP/1.1\r\nhost: x\r\n"
     ids=["slow", "a chunk that stops", "bad chunk", "bad length", "gzip", "method", "odd name", "no HTTP"],
 )
 async def test_broken_requests_are_answered_and_the_agent_serves_on(port, monkeypatch, sent, status):
-    monkeypatch.setattr(http_api, "PREFETCH_BODY_S", 0.2)
+    monkeypatch.setattr(http_api, "BODY_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     assert b" %d " % status in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)

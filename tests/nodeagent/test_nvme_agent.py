@@ -12,6 +12,7 @@ import pytest
 
 from directory.tiers import Tier
 from nodeagent.client import ChunkLabel, PutResult
+from nodeagent.tiers import quarantine
 from nodeagent.tiers.chunk_file import HEADER_BYTES, file_bytes, name_of
 from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import (
@@ -178,7 +179,7 @@ def test_the_quota_bounds_the_folder_with_what_was_there_before(tmp_path):
             name = f"more{number}"
             assert client.put(label(name), payload(name), WAIT_S) is PutResult.STORED
             eventually(lambda name=name: path_of(tmp_path, name).exists(), "the file")
-        on_disk = [path for path in (tmp_path / "nvme").rglob("*") if path.is_file() and path.stat().st_size]
+        on_disk = [path for path in (tmp_path / "nvme").rglob("*") if len(path.name) == 64]
         assert len(on_disk) <= 10
         eventually(lambda: nvme_status(agent)["bytes_used"] == len(on_disk) * FILE_BYTES, "the account")
         eventually(lambda: agent.believed(storage_key(NAMES[0])[:16]) == 0, "the withdrawal")
@@ -230,6 +231,34 @@ def test_an_open_without_time_takes_what_is_in_dram_and_the_read_still_lands(tmp
             "the chunk",
         )
         assert agent.tier()["reservations"] == 0
+
+
+def test_a_conversation_on_two_drives_is_hit_after_a_restart_and_half_of_it_without_one_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.02)
+    paths = [str(tmp_path / name) for name in ("one", "two")]
+    options = {"nvme_paths": paths, "nvme_bytes": 1_000 * FILE_BYTES, "nvme_write": "through"}
+    with running_agent(tmp_path, **options) as agent, connected(agent.config.door) as client:
+        put_chain(agent, client)
+        shown = nvme_status(agent)["drives"]
+        assert [drive["drive"] for drive in shown] == paths
+        assert all(drive["is_up"] and drive["chunks"] > 0 for drive in shown)
+        assert nvme_status(agent)["bytes_used"] == len(NAMES) * FILE_BYTES
+    with running_agent(tmp_path, **options) as agent, connected(agent.config.door) as client:
+        eventually(lambda: nvme_status(agent)["chunks"] == len(NAMES), "the index")
+        assert read_chain(client) == ["nvme"] * len(NAMES)
+        second = agent.agent._nvme.drives[1]
+        lost = agent.on_loop(lambda: [name for name in NAMES if storage_key(name) in second.index])
+        (tmp_path / "two").rename(tmp_path / "away")
+        agent.on_loop(lambda: second.fail("told to"))
+        eventually(lambda: agent.believed(storage_key(lost[0])[:16]) & Tier.NVME == 0, "the withdrawal")
+        assert not nvme_status(agent)["drives"][1]["is_up"]
+        assert agent.metric("warmroute_nvme_drive_up", drive=paths[1]) == 0
+        kept = next(name for name in NAMES if name not in lost)
+        assert read(client, kept) == payload(kept)
+        (tmp_path / "away").rename(tmp_path / "two")
+        eventually(lambda: nvme_status(agent)["chunks"] == len(NAMES), "the drive's return")
+        eventually(lambda: agent.believed(storage_key(lost[0])[:16]) & Tier.NVME, "the placement")
+        assert all(read(client, name) == payload(name) for name in lost)
 
 
 def test_a_second_agent_on_one_folder_is_refused_in_one_sentence(tmp_path, capsys):

@@ -12,9 +12,10 @@ import xxhash
 from nodeagent.errors import ChunkCorrupt, TierUnavailable
 from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import HEADER_BYTES, UNKNOWN_IDENTITY, FileHeader, name_of
-from nodeagent.tiers.file_store import LOCK_NAME, FolderStore
+from nodeagent.tiers.chunk_folder import LOCK_NAME
+from nodeagent.tiers.file_store import FolderStore
+from tests.nodeagent.lone_drive import FaultyStore, count, read_back, soon, tier_on, write
 from tests.nodeagent.running import label, open_fds, payload, storage_key
-from tests.nodeagent.test_nvme import FaultyStore, count, read_back, soon, tier_on, write
 
 LENGTH = 5_000
 
@@ -150,7 +151,7 @@ def test_a_link_in_the_place_of_a_fan_out_folder_is_refused(store, tmp_path, lev
         put(store)
     with pytest.raises(ChunkCorrupt):
         read(store)
-    assert store.listing().files == []
+    assert list(store.listing().files) == []
     store.remove(name_of(storage_key("a")))
     assert place_of(store).exists(), "nothing is removed through a link"
 

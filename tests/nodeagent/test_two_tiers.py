@@ -13,6 +13,7 @@ from directory.tiers import Tier
 from nodeagent.messages import PutOutcome
 from nodeagent.tiers.chunk_file import HEADER_BYTES, name_of
 from nodeagent.tiers.promotion import PREFETCH_WORKERS
+from nodeagent.tiers.write_policy import WRITE_POLICIES
 from tests.nodeagent.running import storage_key
 from tests.nodeagent.tiers_by_hand import FILE_BYTES, FILES, LONG_S, NO_TIME_S, SLOTS, Host, checksum_of, chunk
 
@@ -29,17 +30,17 @@ HOLDERS = st.sampled_from(["p", "q"])
 class TwoTiers(RuleBasedStateMachine):
     """Puts, runs, hints, deaths, restarts, damaged files, a failing drive. The model is what each name stands for."""
 
-    @initialize(writes_through=st.booleans(), is_cold=st.booleans())
-    def begin(self, writes_through, is_cold):
+    @initialize(write=st.sampled_from(sorted(WRITE_POLICIES)), is_cold=st.booleans())
+    def begin(self, write, is_cold):
         """The disk is full at first, and DRAM is, or is empty as after a restart."""
-        self.host = Host(writes_through=True)
+        self.host = Host(write="through")
         self.damaged = set()
         for name in ALL[:FILES]:
             self.puts(name, "p", "commit")
             self.host.run(self.host.rest())
         if is_cold:
             self.restarts()
-        self.host.promotion._writes_through = self.host.writes_through = writes_through
+        self.host.write_by(write)
 
     def teardown(self):
         if not hasattr(self, "host"):
@@ -86,7 +87,7 @@ class TwoTiers(RuleBasedStateMachine):
     def puts_other_bytes(self, name):
         host = self.host
         key = storage_key(name)
-        if host.hierarchy.find(key) is not None or host.nvme.index.get(key) is not None:
+        if host.hierarchy.find(key) is not None or host.drive.index.get(key) is not None:
             assert host.run(host.reserve(name, "p", b"other bytes, yes")) is PutOutcome.CONFLICT
 
     @rule(names=RUNS, holder=HOLDERS, wait_s=st.sampled_from([0.0, NO_TIME_S, LONG_S, LONG_S]), jobs=JOBS)
@@ -128,13 +129,14 @@ class TwoTiers(RuleBasedStateMachine):
             if name in rotten or name in being_put or free < 0 or not (held[name] or name in on_disk):
                 break
             sure += 1
-        before = len(host.references)
+        before, quarantines = len(host.references), host.quarantines
         host.begin_open(names, holder, LONG_S)
         host.run(host.rest())
         opened = len(host.references) - before
         assert sure <= opened <= possible
-        if opened == possible < len(names) and names[possible] not in being_put and host.hierarchy.arena.free_slots:
-            assert host.nvme.index.get(storage_key(names[possible])) is None, "a file that failed isn't offered again"
+        is_kept = host.quarantines == quarantines and names[possible:] and names[possible] not in being_put
+        if opened == possible and is_kept and host.hierarchy.arena.free_slots:
+            assert host.drive.index.get(storage_key(names[possible])) is None, "a file that failed isn't offered again"
 
     @rule(is_each=st.booleans(), data=st.data())
     def closes(self, is_each, data):
@@ -178,6 +180,10 @@ class TwoTiers(RuleBasedStateMachine):
         self.host.store.read_error, self.host.store.write_error = read_error, write_error
         self.host.store.stuck = frozenset(name_of(storage_key(name)) for name in stuck)
 
+    @rule(budget=st.sampled_from(["there", "there", "spent", "spent meanwhile"]))
+    def the_drives_budget_is_there_or_spent(self, budget):
+        self.host.store.budget = budget
+
     @rule()
     def restarts(self):
         self.host.run(self.host.stop())
@@ -186,23 +192,25 @@ class TwoTiers(RuleBasedStateMachine):
     def comes_to_rest(self):
         host = self.host
         host.run(host.rest())
-        hierarchy, index = host.hierarchy, host.nvme.index
+        hierarchy, index = host.hierarchy, host.drive.index
         assert not host.promotion.loads
+        refused = host.refused()
+        assert host.offered == host.store.stored + sum(refused.values()), "written, or refused for one reason"
         assert hierarchy.open_references == len(host.references)
         assert hierarchy.open_reservations == len(host.reservations)
         held = Counter(served.slot for served in host.references.values())
         assert all(entry.references == held[entry.slot] for entry in hierarchy._entries.values())
         owned = {entry.slot for entry in hierarchy._entries.values()} | set(held)
         assert hierarchy.arena.free_slots + len(owned) + len(host.reservations) == SLOTS, "every slot has an owner"
-        stuck = host.nvme._stuck
+        stuck = host.drive.room.stuck
         on_disk = {bytes.fromhex(path.name) for path in host.files()}
-        indexed = {name_of(key) for key in index._entries}
+        indexed = {entry.name for entry in index.entries()}
         assert host.nvme.used_bytes == len(indexed) * FILE_BYTES + sum(stuck.values())
         assert not indexed & set(stuck)
         assert on_disk <= indexed | set(stuck), "every file is accounted for"
         bad = {name for name in ALL if name_of(storage_key(name)) in indexed and not host.is_good_on_disk(name)}
         assert bad <= self.damaged, "what is announced has a good file"
-        assert len(host.run(all_tasks())) == 2 + PREFETCH_WORKERS, "no task is left"
+        assert len(host.run(all_tasks())) == 3 + PREFETCH_WORKERS, "no task is left"
 
     @invariant()
     def neither_quota_is_exceeded(self):
@@ -231,9 +239,9 @@ class TwoTiers(RuleBasedStateMachine):
     @invariant()
     def what_the_publisher_heard_is_what_each_tier_holds(self):
         if hasattr(self, "host"):
-            hierarchy, index = self.host.hierarchy, self.host.nvme.index
+            hierarchy, index = self.host.hierarchy, self.host.drive.index
             assert self.host.announced_in(Tier.DRAM) == {key[:16] for key in hierarchy._entries}
-            assert self.host.announced_in(Tier.NVME) == {key[:16] for key in index._entries}
+            assert self.host.announced_in(Tier.NVME) == {entry.label.storage_key[:16] for entry in index.entries()}
 
 
 async def all_tasks():
@@ -249,7 +257,7 @@ TestTwoTiers.settings = settings(
 @pytest.fixture
 def host():
     """Chunks `c0` to `c5` are on disk, and DRAM is empty."""
-    host = Host(writes_through=True)
+    host = Host(write="through")
     for name in ALL[:FILES]:
         put(host, name)
         host.run(host.rest())
@@ -269,7 +277,7 @@ def served(host):
 
 
 def test_a_runs_own_chunks_in_dram_are_spared_while_its_beginning_is_read(host):
-    host.promotion._writes_through = False
+    host.write_by("hit")
     for name in ("c6", "c20", "c30", "c40"):
         put(host, name)
     host.begin_open(["c4", "c5", "c6"], "p", LONG_S)
@@ -293,7 +301,7 @@ def test_a_file_that_could_not_be_removed_is_replaced_and_then_left(host):
     host.place("c0").write_bytes(b"bad")
     host.begin_open(["c0"], "p", LONG_S)
     host.run(host.rest())
-    assert (served(host), list(host.nvme._stuck)) == ([], list(host.store.stuck))
+    assert (served(host), list(host.drive.room.stuck)) == ([], list(host.store.stuck))
     put(host, "c0")
     host.run(host.rest())
     assert host.is_good_on_disk("c0")
@@ -313,5 +321,101 @@ def test_a_chunk_that_changed_in_dram_before_it_is_written_is_not(host):
     host.rot("c30")
     host.run(host.rest())
     assert host.is_good_on_disk("c20")
-    assert host.nvme.index.get(storage_key("c30")) is None
+    assert host.drive.index.get(storage_key("c30")) is None
     assert not host.place("c30").exists()
+
+
+def test_a_chunk_is_on_disk_before_dram_evicts_it_if_the_policy_is_to_demote(host):
+    host.write_by("demote")
+    names = [f"c{number}" for number in (20, 30, 40, 50, 60, 70)]
+    for name in names:
+        put(host, name)
+        host.run(host.rest())
+    in_dram = {name for name in names if host.hierarchy.find(storage_key(name)) is not None}
+    assert len(in_dram) == SLOTS
+    assert set(names) - in_dram <= {name for name in names if host.is_good_on_disk(name)}
+    assert not host.is_good_on_disk(names[-1]), "and not before it is old"
+    assert host.refused() == {}
+
+
+def test_a_pinned_prefix_is_written_though_the_policy_waits_for_a_hit(host):
+    host.write_by("hit")
+    host.admission.pins.add([chunk("c20").directory_key])
+    for name in ("c20", "c21", "c30"):
+        put(host, name)
+        host.run(host.rest())
+    assert [host.is_good_on_disk(name) for name in ("c20", "c21", "c30")] == [True, True, False]
+
+
+def test_what_was_stored_before_its_prefix_was_pinned_is_written_before_it_is_evicted(host):
+    host.write_by("hit")
+    for name in ("c20", "c21", "c30"):
+        put(host, name)
+    host.admission.pins.add([chunk("c20").directory_key])
+    for name in ("c40", "c50", "c60", "c70"):
+        put(host, name)
+        host.run(host.rest())
+    assert [host.is_good_on_disk(name) for name in ("c20", "c21", "c30", "c40")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("budget", ["spent", "spent meanwhile"])
+def test_a_spent_budget_makes_the_drive_read_only_and_costs_no_other_chunk_its_place(host, budget):
+    host.store.budget = budget
+    before = {name for name in ALL if host.is_good_on_disk(name)}
+    put(host, "c20")
+    host.run(host.rest())
+    assert not host.is_good_on_disk("c20")
+    assert host.refused() == {"endurance": 1}
+    if budget == "spent":
+        assert {name for name in ALL if host.is_good_on_disk(name)} == before
+    host.begin_open(["c0"], "p", LONG_S)
+    host.run(host.rest())
+    assert served(host), "it is read all the while"
+    host.store.budget = "there"
+    put(host, "c30")
+    host.run(host.rest())
+    assert host.is_good_on_disk("c30")
+
+
+def test_a_label_that_finds_no_budget_is_known_until_the_next_start(host):
+    key = storage_key("c20")
+    assert host.run(host.reserve_unlabelled("c20", "p")) is PutOutcome.GRANTED
+    host.run(host.commit(max(host.reservations), is_spoilt=False))
+    host.run(host.rest())
+    host.store.budget = "spent"
+    host.promotion.learn(chunk("c20"))
+    host.run(host.rest())
+    assert host.nvme.find(key).label == chunk("c20")
+    assert host.store.header(name_of(key)).label.directory_key is None
+    assert host.metrics.registry.get_sample_value("warmroute_degraded_total", {"reason": "nvme_label_unwritten"}) == 1
+
+
+def test_a_budget_that_is_spent_while_a_chunk_waits_costs_no_other_chunk_its_place(host):
+    host.write_by("hit")
+    put(host, "c20")
+    before = {name for name in ALL if host.is_good_on_disk(name)}
+    host.nvme.offer(host.hierarchy, storage_key("c20"))
+    host.store.budget = "spent"
+    host.run(host.rest())
+    assert host.refused() == {"endurance": 1}
+    assert {name for name in ALL if host.is_good_on_disk(name)} == before
+
+
+def test_an_open_does_not_wait_for_a_read_that_a_drive_in_quarantine_may_never_end(host):
+    host.begin_open(["c0"], "p", LONG_S)
+    host.run(host.turn())
+    job, function, arguments = host.readers.jobs.pop(0)
+    assert job.set_running_or_notify_cancel(), "it has begun, and hangs"
+    host.run(fail(host.drive))
+    host.begin_open(["c0"], "q", LONG_S)
+    host.run(host.turn())
+    assert [holder for holder, _ in host.opens] == ["p"], "q was told at once that there is nothing"
+    assert host.hierarchy.open_reservations == 1, "the slot is kept from others while the read may fill it"
+    job.set_result(function(*arguments))
+    host.run(host.rest())
+    assert served(host) == ["c0"]
+    assert host.hierarchy.open_reservations == 0
+
+
+async def fail(drive):
+    drive.fail("told to")

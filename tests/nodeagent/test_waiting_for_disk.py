@@ -231,7 +231,8 @@ def test_the_rate_of_the_disk_that_engines_report_is_the_measured_one(tmp_path, 
         ThreadPoolExecutor(1) as thread,
     ):
         engine = agent.agent._roster.engines[0]
-        assert agent.agent._nvme.read_bytes_per_s == BELIEVED_BYTES_PER_S
+        tested = agent.agent._nvme.drives[0].tested
+        assert agent.agent._nvme.read_bytes_per_s == (tested.read_bytes_per_s or BELIEVED_BYTES_PER_S)
         began = time.monotonic()
         opening = thread.submit(client.open, keys(*NAMES[:4]), WAIT_S)
         gate.wait_for_read()

@@ -16,16 +16,21 @@ from pathlib import Path
 import xxhash
 
 from directory.tiers import Tier
+from nodeagent.errors import BudgetSpent
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.drive import Drive
+from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.file_store import FolderStore
-from nodeagent.tiers.nvme import NvmeTier
+from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.promotion import Promotion
-from nodeagent.tiers.restore import restore
+from nodeagent.tiers.quarantine import keep
+from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 from tests.nodeagent.running import label, payload, storage_key
 
 LENGTH = PAGE_BYTES
@@ -37,6 +42,19 @@ TURNS = 20
 RESTS_MAX = 100
 LONG_S = 10.0
 NO_TIME_S = 1e-9
+REFUSALS = {
+    "endurance",
+    "nvme_conflict",
+    "nvme_corrupt",
+    "nvme_error",
+    "nvme_evicted_first",
+    "nvme_paused",
+    "nvme_quarantined",
+    "nvme_queue_full",
+    "nvme_quota",
+    "nvme_strange",
+}
+"""Why a chunk that was offered to the tier isn't written."""
 
 
 def chunk(name: str) -> ChunkLabel:
@@ -91,6 +109,13 @@ class FaultyStore(FolderStore):
     read_error = 0
     write_error = 0
     stuck: frozenset[bytes] = frozenset()
+    budget: str = "there"
+    """Or `spent`, or `spent meanwhile`: between a look at it and the write."""
+    stored = 0
+    """Puts that ended well."""
+
+    def may_write(self, size_bytes):
+        return self.budget != "spent"
 
     def read_into(self, key, target):
         if self.read_error:
@@ -100,7 +125,16 @@ class FaultyStore(FolderStore):
     def put(self, header, data):
         if self.write_error:
             raise OSError(self.write_error, "told to")
-        return super().put(header, data)
+        if self.budget != "there":
+            raise BudgetSpent("told to")
+        is_new = super().put(header, data)
+        self.stored += 1
+        return is_new
+
+    def update_label(self, label):
+        if self.budget != "there":
+            raise BudgetSpent("told to")
+        super().update_label(label)
 
     def remove(self, name):
         if name in self.stuck:
@@ -121,10 +155,10 @@ class Served:
 class Host:
     """One host, its clients `p` and `q`, and what its publisher has heard. Drive it through `run`."""
 
-    def __init__(self, *, writes_through: bool) -> None:
+    def __init__(self, *, write: str) -> None:
         self.folder = tempfile.mkdtemp()
         self.store = FaultyStore(self.folder)
-        self.writes_through = writes_through
+        self.write = write
         self.runner = asyncio.Runner()
         self.rotten: set[tuple[int, int]] = set()
         self.run(self.start())
@@ -154,21 +188,31 @@ class Host:
         )
         self.dram._threads = ByHand(is_inline=True)
         self.hierarchy = await self.dram.ensure(LENGTH)
-        self.nvme = NvmeTier(
+        self.nvme = NvmeTier(partial(self.heard, Tier.NVME))
+        self.drive = Drive(
             self.store,
             FILES * FILE_BYTES,
-            partial(self.heard, Tier.NVME),
+            self.nvme.note_change,
             self.withdrawn,
             self.metrics,
             write_pause_s=0.0,
+            clock=lambda: 0.0,
         )
-        self.nvme._readers, self.nvme._writer = self.readers, self.writer
-        self.promotion = Promotion(self.dram, self.nvme, group, self.metrics, writes_through=self.writes_through)
+        self.drive.listing.executor = ByHand(is_inline=True)
+        self.file_writer = FileWriter(self.drive, self.metrics)
+        self.nvme.add(self.drive, self.file_writer)
+        self.drive.reads.executor, self.drive.writes.executor = self.readers, self.writer
+        self.store.stored = self.offered = 0
+        self.nvme.offer = self.offer
+        self.admission = Admission(WRITE_POLICIES[self.write](), Pins(), self.dram, self.nvme)
+        self.promotion = Promotion(self.dram, self.nvme, self.admission, group, self.metrics)
         self.dram.on_stored = self.promotion.note_stored
-        self.writing = group.create_task(self.nvme.run())
+        self.writing = group.create_task(self.file_writer.run())
         self.hinting = group.create_task(self.promotion.run())
-        await restore(self.nvme, self.metrics, lambda _: asyncio.sleep(0))
-        await self.turn()
+        self.keeping = group.create_task(
+            keep(self.drive, self.nvme.withdraw, self.metrics, sleep=lambda _: asyncio.sleep(0), clock=lambda: 0.0)
+        )
+        await self.rest()
 
     async def stop(self) -> None:
         """As the agent ends: the doors first, then what moves, then the tiers."""
@@ -176,14 +220,34 @@ class Host:
             task.cancel()
         self.opens.clear()
         self.hinting.cancel()
+        self.keeping.cancel()
         await self.turn()
         self.do_jobs(inline=True)
         await self.promotion.close()
-        await self.nvme.close(self.writing)
+        await self.nvme.close([self.writing])
         await self.dram.close()
         self.store.close()
         await self.group.__aexit__(None, None, None)
         assert len(asyncio.all_tasks()) == 1, "no task is left"
+
+    def write_by(self, write: str) -> None:
+        """Another write policy, from now on and after restarts."""
+        self.write = write
+        self.admission.policy = WRITE_POLICIES[write]()
+
+    def offer(self, hierarchy, key) -> None:
+        """Count what the tier is asked to write and doesn't have, nor is about to write."""
+        self.offered += not self.nvme.holds(key) and key not in self.file_writer._writes
+        NvmeTier.offer(self.nvme, hierarchy, key)
+
+    def refused(self) -> dict[str, float]:
+        """Chunks offered to the tier that weren't written, by reason."""
+        samples = next(iter(self.metrics.admission_refused.collect())).samples
+        return {
+            sample.labels["reason"]: sample.value
+            for sample in samples
+            if sample.name.endswith("_total") and sample.labels["reason"] in REFUSALS
+        }
 
     def heard(self, tier: Tier, key: bytes, mask: int) -> None:
         assert mask in (0, int(tier))
@@ -202,7 +266,7 @@ class Host:
         return [Path(top, name) for top, _, names in os.walk(self.folder) for name in names if len(name) == 64]
 
     def is_good_on_disk(self, name: str) -> bool:
-        found = self.nvme.index.get(storage_key(name)) is not None
+        found = self.nvme.holds(storage_key(name))
         return found and self.place(name).exists() and self.place(name).read_bytes() == good_file(name)
 
     async def turn(self) -> None:
@@ -215,11 +279,23 @@ class Host:
             threads.is_inline = inline
             threads.do_all()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the drive is in quarantine, or its files aren't all known."""
+        return not self.drive.is_up or self.drive.is_restoring
+
+    @property
+    def quarantines(self) -> float:
+        value = self.metrics.registry.get_sample_value("warmroute_degraded_total", {"reason": "nvme_quarantined"})
+        return value or 0
+
     async def rest(self) -> None:
         """Let everything that is under way end."""
         self.do_jobs(inline=True)
         for _ in range(RESTS_MAX):
-            if not (self.opens or self.promotion.loads or self.promotion._hints or self.nvme._writes):
+            if not (
+                self.opens or self.promotion.loads or self.promotion._hints or self.nvme.queued_writes or self.is_away
+            ):
                 break
             await self.turn()
         else:
@@ -236,6 +312,16 @@ class Host:
         granted = self.hierarchy.reserve(chunk(name), LENGTH, checksum, holder)
         if granted.outcome is PutOutcome.BUSY and on_disk is PutOutcome.HAVE:
             return on_disk
+        if granted.reservation is not None:
+            self.reservations[granted.reservation.number] = (holder, name)
+            with self.hierarchy.arena.view(granted.reservation.slot, LENGTH) as view:
+                view[:] = data_of(name)
+        return granted.outcome
+
+    async def reserve_unlabelled(self, name: str, holder: str) -> PutOutcome:
+        """A put whose label isn't known yet."""
+        bare = ChunkLabel(storage_key(name), None, None, 0)
+        granted = self.hierarchy.reserve(bare, LENGTH, checksum_of(name), holder)
         if granted.reservation is not None:
             self.reservations[granted.reservation.number] = (holder, name)
             with self.hierarchy.arena.view(granted.reservation.slot, LENGTH) as view:

@@ -185,6 +185,17 @@ def test_each_part_checks_its_configuration_without_secrets(tmp_path: Path, part
     ("part", "text", "says"),
     [
         ("agent", "nvme: {path: x}", "nvme: gb must be given with path"),
+        ("agent", "nvme: {path: x, gb: 1, paths: [{path: y, gb: 1}]}", "nvme: give either path and gb, or paths"),
+        (
+            "agent",
+            "nvme: {paths: [{path: /mnt/a, gb: 1}, {path: /mnt/../mnt/a, gb: 2}]}",
+            "names the folder /mnt/a twice",
+        ),
+        (
+            "agent",
+            "nvme: {paths: [{path: /mnt/a, bg: 1}]}",
+            "the key nvme.paths.0.bg is not known; did you mean nvme.paths.gb?",
+        ),
         ("agent", "dram: {gib: 4}", "the key dram.gib is not known; did you mean dram.gb?"),
         ("agent", "dram: {gb: lots}", "dram.gb: "),
         ("directory", "directory: {uri: x}", "the key directory.uri is not known; did you mean directory.url?"),

@@ -51,8 +51,8 @@ class WrittenThrough(ChunkClient):
 
     def put(self, label: ChunkLabel, payload: memoryview, timeout_s: float) -> PutResult:
         result = super().put(label, payload, timeout_s)
-        index = self.agent.agent._nvme.index  # type: ignore[union-attr]
-        eventually(lambda: self.agent.on_loop(lambda: index.get(label.storage_key)), "the file")
+        nvme = self.agent.agent._nvme
+        eventually(lambda: self.agent.on_loop(lambda: nvme.holds(label.storage_key)), "the file")  # type: ignore[union-attr]
         return result
 
 

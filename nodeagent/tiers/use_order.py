@@ -1,0 +1,58 @@
+"""Rows in the order in which they were used: a doubly linked list in two columns of four bytes a row."""
+
+from array import array
+from collections.abc import Iterator
+
+from nodeagent.tiers.key_table import NO_ROW
+
+
+class UseOrder:
+    """Rows from the oldest to the newest. A row is in it once, or not."""
+
+    def __init__(self) -> None:
+        self._older = array("I")
+        self._newer = array("I")
+        self.oldest = NO_ROW
+        self._newest = NO_ROW
+
+    def make_place(self) -> None:
+        """One row more may be added."""
+        self._older.append(NO_ROW)
+        self._newer.append(NO_ROW)
+
+    def add_newest(self, row: int) -> None:
+        """Add a row that isn't in it."""
+        self._older[row], self._newer[row] = self._newest, NO_ROW
+        if self._newest == NO_ROW:
+            self.oldest = row
+        else:
+            self._newer[self._newest] = row
+        self._newest = row
+
+    def add_oldest(self, row: int) -> None:
+        """Add a row that isn't in it."""
+        self._older[row], self._newer[row] = NO_ROW, self.oldest
+        if self.oldest == NO_ROW:
+            self._newest = row
+        else:
+            self._older[self.oldest] = row
+        self.oldest = row
+
+    def remove(self, row: int) -> None:
+        """Take a row out that is in it."""
+        older, newer = self._older[row], self._newer[row]
+        if older == NO_ROW:
+            self.oldest = newer
+        else:
+            self._newer[older] = newer
+        if newer == NO_ROW:
+            self._newest = older
+        else:
+            self._older[newer] = older
+
+    def oldest_first(self) -> Iterator[int]:
+        """All rows. Nothing may change meanwhile."""
+        row = self.oldest
+        while row != NO_ROW:
+            yield row
+            row = self._newer[row]
