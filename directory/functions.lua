@@ -5,27 +5,54 @@ local INCARNATION_BYTES = 8
 local HOLDER_BYTES = 9
 local LOST = -1
 local SWEEP_INTERVAL_MS = 60000
+local ATTEMPTS_LOOKED_AT = 2
+
+local function now_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
 
 -- Placements ---------------------------------------------------------------------------------------------------------
 
--- nil where nothing is to be pruned, else the set of incarnations that may stay.
-local function known_set(prune, packed)
-  if prune ~= '1' then
+-- A partition's attempts are one hash: incarnation -> 'attempt:ms', when it last applied a batch of that life, by this
+-- server's clock; '!' before it where it has lost writes of that life. It judges by it who is forgotten. Where `now` has
+-- gone back behind an entry's time, that entry is young.
+
+-- '!' or '', and the attempt; nothing where there is none, or one too old to be remembered.
+local function attempt_of(packed, now, remembered_ms)
+  local mark, number, heard_ms = string.match(packed or '', '^(!?)(%d+):(%d+)$')
+  if not number or now - tonumber(heard_ms) > remembered_ms then
     return nil
   end
-  local known = {}
-  for start = 1, #packed, INCARNATION_BYTES do
-    known[string.sub(packed, start, start + INCARNATION_BYTES - 1)] = true
-  end
-  return known
+  return mark, tonumber(number)
 end
 
--- `record` without the life that the writer leaves behind, without unknown ones and without a torn end.
+-- Whether this partition hasn't heard of a life for so long that its holders go; asked once a life and batch.
+local function is_forgotten(life, batch)
+  local forgotten = batch.forgotten[life]
+  if forgotten == nil then
+    forgotten = attempt_of(redis.call('HGET', batch.attempts_key, life), batch.now, batch.remembered_ms) == nil
+    batch.forgotten[life] = forgotten
+  end
+  return forgotten
+end
+
+-- A look at a few entries with each batch keeps the hash as long as the lives remembered, without a sweep of all.
+local function drop_forgotten_attempts(batch)
+  local flat = redis.call('HRANDFIELD', batch.attempts_key, -ATTEMPTS_LOOKED_AT, 'WITHVALUES')
+  for index = 1, #flat, 2 do
+    if not attempt_of(flat[index + 1], batch.now, batch.remembered_ms) then
+      redis.call('HDEL', batch.attempts_key, flat[index])
+    end
+  end
+end
+
+-- `record` without the life that the writer leaves behind, without forgotten ones and without a torn end.
 local function pruned(record, batch)
   local kept = {}
   for start = 1, #record - HOLDER_BYTES + 1, HOLDER_BYTES do
     local life = string.sub(record, start, start + INCARNATION_BYTES - 1)
-    if life ~= batch.replaces and (batch.known == nil or batch.known[life]) then
+    if life ~= batch.replaces and not is_forgotten(life, batch) then
       kept[#kept + 1] = string.sub(record, start, start + HOLDER_BYTES - 1)
     end
   end
@@ -35,7 +62,7 @@ end
 -- `record` with the writer's holder as it is now ('' for none), in the order of incarnations, so that the records of
 -- chunks with the same holders have equal bytes. Most records need no pruning: that is found out on the way.
 local function updated(record, holder, batch)
-  local own, replaces, known = batch.incarnation, batch.replaces, batch.known
+  local own, replaces = batch.incarnation, batch.replaces
   if #record % HOLDER_BYTES ~= 0 then
     return updated(pruned(record, batch), holder, batch)
   end
@@ -44,7 +71,7 @@ local function updated(record, holder, batch)
     local life = string.sub(record, start, start + INCARNATION_BYTES - 1)
     if life == own then
       place_at, own_bytes = start, HOLDER_BYTES
-    elseif life == replaces or (known and not known[life]) then
+    elseif life == replaces or is_forgotten(life, batch) then
       return updated(pruned(record, batch), holder, batch)
     elseif not place_at and own < life then
       place_at = start
@@ -54,7 +81,7 @@ local function updated(record, holder, batch)
   return string.sub(record, 1, place_at - 1) .. holder .. string.sub(record, place_at + own_bytes)
 end
 
--- `updated`, once for all chunks of a batch that had the same record; the known lives are unpacked when first needed.
+-- `updated`, once for all chunks of a batch that had the same record.
 local function updated_once(record, mask, batch)
   local seen = batch.seen[mask]
   if not seen then
@@ -63,9 +90,6 @@ local function updated_once(record, mask, batch)
   end
   local value = seen[record]
   if not value then
-    if not batch.is_known_read then
-      batch.known, batch.is_known_read = known_set(batch.prune, batch.packed_known), true
-    end
     value = updated(record, mask == '\0' and '' or batch.incarnation .. mask, batch)
     seen[record] = value
   end
@@ -92,15 +116,15 @@ local function write(key, record, mask, batch)
   end
 end
 
--- keys: the attempts key, then one record a state.
--- args: incarnation, attempt, ttl in ms, one mask byte a state, the life left behind or '', prune '0' or '1', the
--- known incarnations joined, the last attempt that was acknowledged.
+-- keys: the partition's attempts, then one record a state.
+-- args: incarnation, attempt, ttl in ms, one mask byte a state, the life left behind or '', how long a life is
+-- remembered that isn't heard of in ms, the last attempt that was acknowledged.
 -- Returns the attempt held before; -1 for none, or where this partition has lost writes of this incarnation: the loss
--- is remembered ('!' before the number), as the attempt that met it may be one whose answer never arrived.
+-- is remembered ('!'), as the attempt that met it may be one whose answer never arrived.
 local function place(keys, args)
-  local before = redis.call('GET', keys[1])
-  local mark, number = string.match(before or '', '^(!?)(%d+)$')
-  local held = tonumber(number or LOST)
+  local now, remembered_ms = now_ms(), tonumber(args[6])
+  local mark, number = attempt_of(redis.call('HGET', keys[1], args[1]), now, remembered_ms)
+  local held = number or LOST
   if tonumber(args[2]) <= held then
     return mark == '!' and LOST or held
   end
@@ -109,29 +133,25 @@ local function place(keys, args)
     ttl_text = args[3],
     ttl_ms = tonumber(args[3]),
     replaces = args[5],
-    prune = args[6],
-    packed_known = args[7],
+    attempts_key = keys[1],
+    now = now,
+    remembered_ms = remembered_ms,
+    forgotten = {},
     seen = {},
   }
   local records = #keys > 1 and redis.call('MGET', unpack(keys, 2)) or {}
   for index = 1, #keys - 1 do
     write(keys[index + 1], records[index], string.sub(args[4], index, index), batch)
   end
-  local lost_writes = mark == '!' or held < tonumber(args[8])
-  local left_ms = before and redis.call('PTTL', keys[1]) or 0
-  local longer_ms = left_ms > batch.ttl_ms and left_ms or batch.ttl_text
-  redis.call('SET', keys[1], (lost_writes and '!' or '') .. args[2], 'PX', longer_ms)
+  local lost_writes = mark == '!' or held < tonumber(args[7])
+  redis.call('HSET', keys[1], args[1], string.format('%s%s:%.0f', lost_writes and '!' or '', args[2], now))
+  drop_forgotten_attempts(batch)
   return lost_writes and LOST or held
 end
 
 -- The fleet's table --------------------------------------------------------------------------------------------------
 -- One hash; each incarnation has three fields: 'r' its registration, 'l' its load, 't' its times as
 -- 'expires_ms:retired_ms' by the server's clock (retired 0 while it isn't). 'swept': when old rows were last dropped.
-
-local function now_ms()
-  local now = redis.call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
-end
 
 local function pack_times(expires_ms, retired_ms)
   return string.format('%.0f:%.0f', expires_ms, retired_ms)

@@ -10,11 +10,12 @@ itself as long as writers keep these rules:
 - *Random incarnations.* One life, one name; a name that exists is refused.
 - *A walk is a new life.* To repair anything, a writer registers a second incarnation, announces its whole inventory
   under it (each write removes the first one's entry), and retires the first.
-- *Seen before believed.* A new incarnation places nothing in its first `SETTLE_S` seconds, and a batch passes `known`
-  only from a table polled in the last `KNOWN_FRESH_S`: so no writer prunes a life it hadn't heard of, unless its batch
-  is kept on the way for longer than a call may take.
+- *Forgotten by the partition.* A partition judges by its own clock whom it hasn't heard of for `REMEMBERED_S`, and
+  drops such holders from the records that a batch touches, whoever sent it and however late it arrives. So a writer
+  lets each partition that it told something under a life hear of that life, by empty batches if need be, as long as it
+  wants to be believed; one that was silent for longer is told `LOST`, and walks.
 - *Overtaken before replaced.* Where a batch of an incarnation has an unknown fate, its writer sends an empty one under
-  it before it speaks under the next: a late one would bring back what was removed since, and prune the new life.
+  it before it speaks under the next: a late one would bring back what was removed since.
 - *Asked when quiet.* An empty batch tells a writer what a partition holds of it: a loss is noticed without traffic.
 """
 
@@ -26,13 +27,8 @@ from directory.members import TERM_S, Load, Member, Registration, Renewal
 from directory.placements import partition_of
 
 BATCH_PLACEMENTS_MAX = 64
-SETTLE_S = 2.5
-"""How long a new life waits before it places anything."""
-KNOWN_FRESH_S = 1.4
-"""How old a table may be when its incarnations are sent with a batch: with the second that a call may take, it is
-younger than `SETTLE_S` when the batch is applied."""
 LOST = -1
-"""What a partition that holds no attempt of an incarnation returns."""
+"""What a partition returns that holds no attempt of an incarnation, or hasn't heard of it for `REMEMBERED_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +36,9 @@ class Batch:
     """Newest states of keys of one partition, sent by one incarnation.
 
     `states` are (directory key, tier mask) pairs, each key once, at most `BATCH_PLACEMENTS_MAX`; a mask of zero
-    removes. `known`: every incarnation that is live or was retired or lapsed within ten minutes; holders of others are
-    pruned from the records touched (`None`: don't prune). `replaces`: the life that a walk leaves behind; its entries
-    go from the same records. `ttl_s`: the records' expiry is raised to this, never lowered. `acknowledged`: the last
-    number that this partition acknowledged to this incarnation, by which the server itself notices that it lost writes.
+    removes. `replaces`: the life that a walk leaves behind; its entries go from the same records. `ttl_s`: the records'
+    expiry is raised to this, never lowered. `acknowledged`: the last number that this partition acknowledged to this
+    incarnation, by which the server itself notices that it lost writes.
     """
 
     incarnation: bytes
@@ -51,7 +46,6 @@ class Batch:
     attempt: int
     states: tuple[tuple[bytes, int], ...]
     ttl_s: float
-    known: frozenset[bytes] | None = None
     replaces: bytes | None = None
     acknowledged: int = LOST
 
@@ -115,6 +109,9 @@ class DirectoryWriter(Protocol):
     async def place(self, batch: Batch) -> int:
         """Apply a batch, unless its attempt isn't higher than the last one held; return the number held before.
 
+        Holders that the partition hasn't heard of for `REMEMBERED_S` go from the records touched; one that is applied
+        counts as heard of, an empty one too.
+
         A return below the last number that was acknowledged means that this partition lost writes: walk it.
         `LOST` means that it holds none, or that it lost writes since: a loss is remembered for the incarnation's
         life, because the attempt that met it may be one whose answer never arrived. (Interleaving: 7 is
@@ -125,8 +122,4 @@ class DirectoryWriter(Protocol):
 
     async def withdraw(self, batch: Batch) -> int:
         """`place` for batches that only remove: runs even when the server is out of memory."""
-        ...
-
-    async def members(self) -> tuple[Member, ...]:
-        """As `DirectoryReader.members`."""
         ...

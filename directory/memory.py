@@ -33,7 +33,7 @@ class _Record:
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     number: int
-    expires_at: float
+    heard_at: float
     lost_writes: bool = False
 
     @property
@@ -95,16 +95,13 @@ class MemoryDirectory:
     async def place(self, batch: Batch) -> int:
         """See `DirectoryWriter`."""
         now = self._clock()
-        place = (batch.partition, batch.incarnation)
-        held = self._attempts.get(place)
-        if held is None or held.expires_at <= now:
-            held = _Attempt(LOST, now)
+        held = self._attempt_of(batch.partition, batch.incarnation, now) or _Attempt(LOST, now)
         if batch.attempt <= held.number:
             return held.answer
         for key, mask in batch.states:
             self._write(key, mask, batch, now)
         held = replace(held, lost_writes=held.lost_writes or held.number < batch.acknowledged)
-        self._attempts[place] = _Attempt(batch.attempt, max(held.expires_at, now + batch.ttl_s), held.lost_writes)
+        self._attempts[batch.partition, batch.incarnation] = _Attempt(batch.attempt, now, held.lost_writes)
         return held.answer
 
     async def withdraw(self, batch: Batch) -> int:
@@ -120,7 +117,7 @@ class MemoryDirectory:
         masks = {
             holder: held
             for holder, held in record.masks.items()
-            if holder not in gone and (batch.known is None or holder in batch.known)
+            if holder not in gone and self._attempt_of(batch.partition, holder, now) is not None
         }
         if mask:
             masks[batch.incarnation] = mask
@@ -128,6 +125,14 @@ class MemoryDirectory:
             self._records[key] = _Record(masks, max(record.expires_at, now + batch.ttl_s))
         else:
             self._records.pop(key, None)
+
+    def _attempt_of(self, partition: int, incarnation: bytes, now: float) -> _Attempt | None:
+        """The last attempt that a partition holds of a life; `None` where it hasn't heard of it for `REMEMBERED_S`."""
+        held = self._attempts.get((partition, incarnation))
+        if held is not None and now - held.heard_at > REMEMBERED_S:
+            del self._attempts[partition, incarnation]
+            return None
+        return held
 
     def _record_bytes(self, key: bytes, now: float) -> bytes:
         record = self._records.get(key)

@@ -186,18 +186,16 @@ class RedisDirectory:
         return tuple(ServerNode(self._connections.name_of(shard.partition), asker(shard)) for shard in shards)
 
     async def _apply(self, function: str, batch: Batch) -> int:
-        keys = [self._keys.attempts(batch.partition, batch.incarnation)]
+        keys = [self._keys.attempts(batch.partition)]
         keys += [self._keys.record(key) for key, _ in batch.states]
         masks = bytes(mask for _, mask in batch.states)
-        prune = b"0" if batch.known is None else b"1"
         args = (
             batch.incarnation,
             batch.attempt,
             _ms(batch.ttl_s),
             masks,
             batch.replaces or b"",
-            prune,
-            b"".join(batch.known or ()),
+            schema.REMEMBERED_MS,
             batch.acknowledged,
         )
         held = await self._within(self._call_function(batch.partition, function, keys, args))

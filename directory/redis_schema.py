@@ -10,7 +10,7 @@ from importlib import resources
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
-from directory.members import INCARNATION_BYTES, REMEMBERED_S
+from directory.members import REMEMBERED_S
 from directory.placements import PARTITIONS, partition_of
 
 VERSION = "v1"
@@ -53,6 +53,7 @@ TABLE_HOMES_IN_A_CLUSTER = (0, 8)
 """Partitions in whose slot a cluster keeps the fleet's table: twice, so that it outlives a shard."""
 
 _TABLE = b"reg"
+_ATTEMPTS = b"attempts"
 _PREFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 assert len(PARTITION_TAGS) == PARTITIONS
@@ -86,9 +87,9 @@ class Keyspace:
         prefixes = self._partitions
         return [prefixes[partition_of(key)] + key for key in keys]
 
-    def attempts(self, partition: int, incarnation: bytes) -> bytes:
-        """Where a partition keeps the number of an incarnation's last attempt."""
-        return self._partitions[partition] + b"#" + incarnation
+    def attempts(self, partition: int) -> bytes:
+        """Where a partition keeps the number of each incarnation's last attempt, and when it came."""
+        return self._partitions[partition] + _ATTEMPTS
 
     def registrations(self, home: int = 0) -> bytes:
         """The fleet's table in that partition's slot."""
@@ -113,8 +114,7 @@ class Keyspace:
             return KeyKind("record", version, partition)
         if rest == _TABLE:
             return KeyKind("table", version)
-        is_attempts = rest.startswith(b"#") and len(rest) == 1 + INCARNATION_BYTES
-        return KeyKind("attempts", version, partition) if is_attempts else KeyKind("else", version)
+        return KeyKind("attempts", version, partition) if rest == _ATTEMPTS else KeyKind("else", version)
 
 
 DEFAULT_KEYSPACE = Keyspace()

@@ -15,6 +15,7 @@ from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
+from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.errors import (
     ModelNotFound,
     NoEngineAvailable,
@@ -159,6 +160,10 @@ class Completion:
 
     async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         request = incoming.request
+        if XARGS in request.fields and any(
+            each.registration and each.registration.renderer == "vllm" for each in views
+        ):
+            refuse_reserved(request.fields)
         with self._stage("encode"):
             encoding = await self._encode(request, views)
         if encoding.tokens is None:
@@ -168,7 +173,9 @@ class Completion:
             groups = self._lookup.grouped(request.model, views)
             chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
         with self._stage("lookup"):
-            holders = await self._find_holders(chains, views, encoding.prompt_tokens)
+            holders = Holders()
+            if encoding.reads_cache:
+                holders = await self._find_holders(chains, views, encoding.prompt_tokens)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)

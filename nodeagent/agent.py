@@ -27,7 +27,7 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.processes import Holder, Process, ProcessWatch
 from nodeagent.publisher import Publisher
-from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+from nodeagent.registration import Clock, Lives, Sleep
 from nodeagent.roster import Roster
 from nodeagent.session import Session
 from nodeagent.tiers.admission import Admission
@@ -116,12 +116,11 @@ class Agent:
         """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(self._listen())
-            table = FleetTable(self._directory, self._clock, self._sleep, self._metrics)
-            self._host = self._host_publisher(listener, table)
+            self._host = self._host_publisher(listener)
             opened.callback(self._close_stores)
             await self._open_drives()
             async with asyncio.TaskGroup() as group:
-                await self._run_in(group, listener, table, ready)
+                await self._run_in(group, listener, ready)
 
     def status(self) -> dict[str, Any]:
         """What `/status` shows: lives, tiers, engines, and how much is pending."""
@@ -163,7 +162,7 @@ class Agent:
         }
 
     async def _run_in(
-        self, group: asyncio.TaskGroup, listener: socket.socket, table: FleetTable, ready: Callable[[], None] | None
+        self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
     ) -> None:
         """Build bottom up, serve, then end top down: readiness, door, engines, host's life, tiers, HTTP."""
         host = self._host
@@ -172,7 +171,7 @@ class Agent:
             self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
         )
         nvme_loops = self._add_nvme(group)
-        roster = self._roster = self._make_roster(group, table)
+        roster = self._roster = self._make_roster(group)
         self._watch_announced(host, roster)
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
@@ -183,7 +182,8 @@ class Agent:
         )
         door.open()
         http = self._http(listener)
-        loops = [group.create_task(each) for each in (table.run(), host.run(), tier.keep_free())] + nvme_loops
+        steady = (host.run(), tier.keep_free(), self._follower.clear_leftovers())
+        loops = [group.create_task(each) for each in steady] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
         try:
@@ -194,6 +194,7 @@ class Agent:
             await self._stopping.wait()
         finally:
             self._is_ready = False
+            roster.stop()
             await _end([serving])
             door.close()
             processes.close()
@@ -206,14 +207,13 @@ class Agent:
             http.should_exit = True
             await asyncio.wait([web])
 
-    def _make_roster(self, group: asyncio.TaskGroup, table: FleetTable) -> Roster:
+    def _make_roster(self, group: asyncio.TaskGroup) -> Roster:
         self._follower = VllmFollower(
             self._config.state, self._tier.labels, _BothTiers(self._tier, self._lower), self._metrics, sleep=self._sleep
         )
         return Roster(
             self._config.host,
             self._directory,
-            table,
             self._files,
             group,
             clock=self._clock,
@@ -334,7 +334,7 @@ class Agent:
         except OSError as error:
             raise HttpUnavailable(f"the agent's HTTP can't listen on {bind} port {port}: {error.strerror}") from error
 
-    def _host_publisher(self, listener: socket.socket, table: FleetTable) -> Publisher:
+    def _host_publisher(self, listener: socket.socket) -> Publisher:
         bind, port = listener.getsockname()[:2]
         address = f"[{bind}]" if ":" in bind else bind
         registration = HostRegistration(self._config.host, self._config.listen.url or f"http://{address}:{port}")
@@ -342,7 +342,6 @@ class Agent:
             self._directory,
             Lives(self._directory, registration, self._load, self._sleep, self._metrics),
             Inventory(HOST_KEYS_MAX),
-            table,
             clock=self._clock,
             sleep=self._sleep,
             metrics=self._metrics,

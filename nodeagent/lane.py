@@ -8,24 +8,29 @@ room can't be had from anywhere, and only a new life repairs that.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from directory.interface import BATCH_PLACEMENTS_MAX, LOST
+from directory.members import RENEW_INTERVAL_S
 from directory.placements import PARTITIONS
 
 RETRY_MIN_S = 0.05
 RETRY_MAX_S = 4.0
+QUIET_S = (PARTITIONS - 1) * RENEW_INTERVAL_S
+"""A partition that hasn't heard of a life for so long is sent an empty batch; they take turns, one a renewal. So during
+a walk, with two lives, each is heard of every 32 s at the latest, where a partition forgets in `REMEMBERED_S`."""
 
 
 @dataclass(slots=True)
 class Life:
-    """A life's numbers: per partition, the last attempt made and the last one acknowledged."""
+    """A life's numbers: per partition, the last attempt made, the last one acknowledged, and when that was sent."""
 
     incarnation: bytes
     attempts: list[int] = field(default_factory=lambda: [LOST] * PARTITIONS)
     acknowledged: list[int] = field(default_factory=lambda: [LOST] * PARTITIONS)
+    heard_at: list[float] = field(default_factory=lambda: [float("-inf")] * PARTITIONS)
 
     def is_fate_unknown(self, partition: int) -> bool:
         """Whether a batch may still be under way that nobody waits for."""
@@ -51,14 +56,14 @@ class Lane:
         self.is_behind = False
         self.has_forgotten = False
         """Whether removals found no room since the life that speaks began."""
-        self.owes_heartbeat = False
+        self.heartbeat_of: Life | None = None
+        """A life of which the partition is to hear: it would forget one that it never hears of."""
         self.fenced: Life | None = None
         """An earlier life with a batch of unknown fate: it must be overtaken before anything else is said."""
         self.lock = asyncio.Lock()
         self.wake = asyncio.Event()
         self.failures = 0
         self.retry_at = 0.0
-        self.heard_at = 0.0
         self._keys_max = keys_max
 
     @property
@@ -116,9 +121,24 @@ class Lane:
         """One batch of what is announced anew."""
         return {self.walk.popleft(): now for _ in range(min(len(self.walk), BATCH_PLACEMENTS_MAX))}
 
+    def ask_for_heartbeat(self, lives: Iterable[Life], now: float) -> bool:
+        """Owe the partition a heartbeat of the life of which it hasn't heard for longest, if that is `QUIET_S` or more.
+
+        Returns whether there is one: among `lives` that it was told something under, and unless it is asked already.
+        """
+        if self.failures or self.heartbeat_of is not None:
+            return False
+        told = (life for life in lives if life.has_spoken(self.partition))
+        longest = min(told, key=lambda life: life.heard_at[self.partition], default=None)
+        if longest is None or now - longest.heard_at[self.partition] < QUIET_S:
+            return False
+        self.heartbeat_of = longest
+        self.wake.set()
+        return True
+
     def note_answer(self, now: float) -> None:
         """The partition answers."""
-        self.failures, self.retry_at, self.heard_at = 0, now, now
+        self.failures, self.retry_at = 0, now
 
     def note_failure(self, now: float, chance: float) -> None:
         """The partition doesn't answer: wait twice as long each time, up to `RETRY_MAX_S`, with `chance` of 0 to 1."""

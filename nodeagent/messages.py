@@ -25,11 +25,14 @@ STORAGE_KEY_BYTES = 32
 CHECKSUM_BYTES = 16
 CLIENT_BYTES = 16
 OPEN_KEYS_MAX = 65_536
+NUMBERS_MAX = 2**20
+"""References or reservations named in one message."""
 
 StorageKey = Annotated[bytes, msgspec.Meta(min_length=STORAGE_KEY_BYTES, max_length=STORAGE_KEY_BYTES)]
 DirectoryKey = Annotated[bytes, msgspec.Meta(min_length=DIRECTORY_KEY_BYTES, max_length=DIRECTORY_KEY_BYTES)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Counts = Annotated[list[Count], msgspec.Meta(max_length=NUMBERS_MAX)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1_024)]
@@ -99,8 +102,8 @@ class Hello(Message, frozen=True):
 class Holding(Message, frozen=True):
     """After a reconnect to the same run of the agent: all that this client still holds; the rest is given back."""
 
-    references: list[Count]
-    reservations: list[Count]
+    references: Counts
+    reservations: Counts
 
 
 class Open(Message, frozen=True):
@@ -121,11 +124,11 @@ class Close(Message, frozen=True):
     looked at `unread`.
     """
 
-    references: list[Count]
-    failed: list[Count]
+    references: Counts
+    failed: Counts
     read_bytes: Count
     read_s: Amount
-    unread: list[Count] = []
+    unread: Counts = []
 
 
 class Reserve(Message, frozen=True):

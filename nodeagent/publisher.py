@@ -3,16 +3,16 @@
 `record` notes the newest state of a key and never waits. Each partition has a lane (`lane.py`), whose loop takes what
 is pending at the pace of its own round trips: one batch in flight, removals before placements. A batch that failed has
 an unknown fate: its keys become pending again and go out with their newest states under the next number.
-A partition that has been quiet is sent an empty batch now and then, so that a loss is noticed without traffic, too.
+A partition that hasn't heard of a life for a while is sent an empty batch: it would forget it in time, and others prune
+its holders. So a loss is noticed without traffic, too.
 
-A walk repairs everything, because it begins a new life: (1) register B beside A; (2) wait `SETTLE_S`, in which changes
-still go out under A; (3) announce the whole inventory under B, each partition's most recently used first, each write
-removing A's entry from the same record, with changes and removals of the meantime under B as well and first; (4) retire
-A. While a partition doesn't answer, both live on, and the others are done. Reasons to walk: the start, a partition that
-returned less than was acknowledged, a life that is unknown or lapsed for longer than a term, removals that found no
-room, and the calendar. A doubt during a walk begins another life only after a pause that grows.
-
-Of a walk one batch is in flight per publisher, and then it rests (`rest_s`), because a fleet often walks at once.
+A walk repairs everything, because it begins a new life: (1) register B beside A; (2) where A is believed, wait until
+readers have heard of B, while changes still go out under A; (3) announce the whole inventory under B, each partition's
+most recently used first, each write removing A's entry from the same record, with changes and removals of the meantime
+under B as well and first; (4) retire A. While a partition doesn't answer, both live on, and the others are done.
+Reasons to walk: the start, a partition that returned less than was acknowledged, a life that is unknown or lapsed for
+longer than a term, removals that found no room, and the calendar. A doubt during a walk begins another life only after
+a pause that grows. Of a walk one batch is in flight per publisher, and then it rests (`rest_s`): fleets walk at once.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 
 from directory.errors import DirectoryError, DirectoryFull
-from directory.interface import SETTLE_S, Batch, DirectoryWriter
-from directory.members import RENEW_INTERVAL_S
+from directory.interface import Batch, DirectoryWriter
+from directory.members import POLL_INTERVAL_S
 from directory.placements import PARTITIONS, partition_of
 from nodeagent.inventory import Inventory
 from nodeagent.lane import RETRY_MAX_S, RETRY_MIN_S, Lane, Life
 from nodeagent.metrics import AgentMetrics
 from nodeagent.pacing import LifeSpacing, rest_s
-from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+from nodeagent.registration import Clock, Lives, Sleep
 
 PENDING_KEYS_MAX = 65_536
 FULL_PAUSE_S = 0.5
@@ -39,8 +39,8 @@ WALK_SPREAD_S = 1.0
 """Within which the walks of a fleet that lost its directory at one moment begin."""
 INTERVAL_SPREAD = 0.2
 """By which share of the interval a walk by the calendar may be early: a fleet that began together drifts apart."""
-QUIET_S = (PARTITIONS - 1) * RENEW_INTERVAL_S
-"""After so long without an answer a partition is sent an empty batch; they take turns, one a renewal."""
+READERS_HEAR_S = 2 * POLL_INTERVAL_S
+"""How long a walk that leaves a believed life waits: readers that hadn't heard of the next would believe neither."""
 _OF_LIVES = ("unknown", "lapsed")
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,6 @@ class Publisher:
         directory: DirectoryWriter,
         lives: Lives,
         inventory: Inventory,
-        table: FleetTable,
         *,
         clock: Clock,
         sleep: Sleep,
@@ -70,7 +69,6 @@ class Publisher:
         self.inventory = inventory
         self.lives = lives
         self._directory = directory
-        self._table = table
         self._clock = clock
         self._sleep = sleep
         self._metrics = metrics
@@ -136,8 +134,9 @@ class Publisher:
             self.record(key, mask)
 
     def doubt(self, reason: str) -> None:
-        """Announce everything anew, as soon as possible."""
-        self._walk_reason = self._walk_reason or reason
+        """Announce everything anew, as soon as possible. That a life isn't believed is the strongest reason."""
+        if self._walk_reason is None or reason in _OF_LIVES:
+            self._walk_reason = reason
         self._doubted.set()
 
     async def settled(self, keys: Iterable[bytes]) -> None:
@@ -189,6 +188,8 @@ class Publisher:
         if lane.fenced is not None:
             await self._send(lane, lane.fenced, {})
             lane.fenced = None
+        elif lane.heartbeat_of is not None:  # before what may go on for ever, or wait for room in the directory
+            await self._send(lane, lane.heartbeat_of, {})
         elif lane.removals:
             await self._send(lane, self._speaking, lane.take_removals())
         elif lane.placements and self._clock() < self._full_until:
@@ -199,8 +200,6 @@ class Publisher:
             self._announce_in(lane)
         elif lane.walk and lane.failures:
             await self._send_walk(lane)  # a lane that failed last doesn't hold the walk up
-        elif lane.owes_heartbeat:
-            await self._send(lane, self._speaking, {})
         else:
             return False
         return True
@@ -209,7 +208,7 @@ class Publisher:
         """Send the newest states of `keys`, which are pending again if it fails. Raises `DirectoryError`."""
         batch = self._number(lane, life, keys)
         is_removal = not any(mask for _, mask in batch.states)
-        lane.in_flight, lane.owes_heartbeat = keys, False
+        lane.in_flight, sent_at = keys, self._clock()
         if self._is_full and not is_removal:
             self._full_until = self._clock() + FULL_PAUSE_S  # while this one tries, the others wait
         try:
@@ -222,7 +221,6 @@ class Publisher:
             else:
                 for key, since in keys.items():
                     self._make_pending(lane, key, since)
-                lane.owes_heartbeat = not keys
             self._note_progress()
             raise
         lane.in_flight = {}
@@ -236,23 +234,23 @@ class Publisher:
                 self.doubt("overtaken")
             if lane.has_forgotten:
                 self.doubt("overflow")  # not sooner: as long as a partition doesn't answer, nobody believes it
-        life.acknowledged[lane.partition] = batch.attempt
+        life.acknowledged[lane.partition], life.heard_at[lane.partition] = batch.attempt, sent_at
+        if lane.heartbeat_of is life:
+            lane.heartbeat_of = None
         if keys and not lane.is_walking:
             self._metrics.announce_lag.observe(max(0.0, self._clock() - min(keys.values())))
         self._note_progress()
 
     def _number(self, lane: Lane, life: Life, keys: Mapping[bytes, float]) -> Batch:
-        """The next attempt: newest states, and the incarnations known at this moment."""
+        """The next attempt, with the newest states."""
         life.attempts[lane.partition] += 1
-        known = self._table.known() if keys else None
         return Batch(
             incarnation=life.incarnation,
             partition=lane.partition,
             attempt=life.attempts[lane.partition],
             states=tuple((key, self.inventory.mask(key)) for key in keys),
             ttl_s=2 * self.walk_interval_s,
-            known=None if known is None else known | {life.incarnation, *self.lives.incarnations},
-            replaces=self._replaces,
+            replaces=self._replaces if life is self._speaking else None,
             acknowledged=life.acknowledged[lane.partition],
         )
 
@@ -350,7 +348,7 @@ class Publisher:
                 if self._walk_reason is None:
                     await self._doubted.wait()
                 else:
-                    await self._walk(self._walk_reason)
+                    await self._walk()
                     pause_s = RETRY_MIN_S
             except DirectoryError:
                 await self._sleep(pause_s)
@@ -360,17 +358,19 @@ class Publisher:
                 self.doubt("fault")
                 await self._sleep(RETRY_MAX_S)
 
-    async def _walk(self, reason: str) -> None:
+    async def _walk(self) -> None:
         """Begin a new life and leave the old one behind. Raises `DirectoryError` where it can't be begun."""
         if self._life is not None:
             spread_s = self._chance() * WALK_SPREAD_S
             await self._sleep(max(self._spacing.next_at - self._clock(), spread_s))
         old, rising = self._life, Life(await self.lives.begin())
-        self._rising, self._walk_reason = rising, None
+        reason, self._walk_reason = self._walk_reason, None
+        self._rising = rising
         self._spacing.note_begun(self._clock())
         logger.info("%s begins the life %s, reason: %s", self.lives.name, rising.incarnation.hex(), reason)
         self._walk_due_at = self._clock() + self._next_interval_s()
-        await self._sleep(SETTLE_S)  # others hear of it
+        if old is not None and reason not in _OF_LIVES:
+            await self._sleep(READERS_HEAR_S)
         if self._walk_reason not in _OF_LIVES:
             self._walk_reason = None  # whatever else it is, announcing everything is the answer
             self._speak_as(rising, old)
@@ -403,14 +403,18 @@ class Publisher:
 
     async def _leave(self, left: Life | None, kept: Life) -> None:
         self._life, self._rising = kept, None
+        for lane in self._lanes:
+            if lane.heartbeat_of is left:
+                lane.heartbeat_of = None
         if left is not None:
             await self.lives.end(left.incarnation)
 
     def _speak_as(self, life: Life, replaced: Life | None) -> None:
         """Say everything from now on under `life`.
 
-        An earlier life's batch of unknown fate may still arrive. It could bring back what is taken back meanwhile, and
-        knows nothing of this life: so it is overtaken by an empty one before anything else is said there.
+        An earlier life's batch of unknown fate may still arrive. It could bring back what is taken back meanwhile, or
+        take away what this life said, if it replaced it: so it is overtaken by an empty one before anything else is
+        said there.
         """
         before, self._speaking = self._speaking, life
         self._replaces = replaced.incarnation if replaced is not None else None
@@ -431,14 +435,14 @@ class Publisher:
         self._beat()
 
     def _beat(self) -> None:
-        """Let one partition that has been quiet, and was told something once, say what it holds."""
+        """Let one partition hear of a life that it hasn't heard of lately, and say what it holds of it.
+
+        The life that a walk leaves behind is one as well: until the walk is over, it holds what wasn't said anew.
+        """
+        lives = [life for life in (self._life, self._rising) if life is not None]
         for step in range(PARTITIONS):
             lane = self._lanes[(self._beat_turn + step) % PARTITIONS]
-            was_told = self._speaking is not None and self._speaking.has_spoken(lane.partition)
-            is_asked = lane.failures or lane.owes_heartbeat
-            if was_told and not is_asked and self._clock() - lane.heard_at >= QUIET_S:
-                lane.owes_heartbeat = True
-                lane.wake.set()
+            if lane.ask_for_heartbeat(lives, self._clock()):
                 self._beat_turn = (lane.partition + 1) % PARTITIONS
                 return
 

@@ -1,11 +1,11 @@
-"""Who this agent is in the directory: lives that are renewed, and the table of all lives that batches need."""
+"""Who this agent is in the directory: lives that are registered, renewed and retired."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
 from directory.errors import DirectoryError, RegistrationRefused
-from directory.interface import KNOWN_FRESH_S, DirectoryWriter
+from directory.interface import DirectoryWriter
 from directory.members import (
     RENEW_INTERVAL_S,
     TERM_S,
@@ -24,49 +24,6 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
-
-
-class FleetTable:
-    """All incarnations that are live or remembered, polled every second. One for all publishers of an agent."""
-
-    def __init__(self, directory: DirectoryWriter, clock: Clock, sleep: Sleep, metrics: AgentMetrics) -> None:
-        self._directory = directory
-        self._clock = clock
-        self._sleep = sleep
-        self._metrics = metrics
-        self._incarnations: frozenset[bytes] = frozenset()
-        self._polled_at: float | None = None
-
-    def known(self) -> frozenset[bytes] | None:
-        """The incarnations, from a poll sent in the last `KNOWN_FRESH_S`; `None` where there is none so fresh."""
-        if self._polled_at is None or self._clock() - self._polled_at > KNOWN_FRESH_S:
-            return None
-        return self._incarnations
-
-    async def poll(self) -> None:
-        """Read the table once. Raises `DirectoryError`."""
-        sent_at = self._clock()
-        members = await self._directory.members()
-        self._incarnations = frozenset(member.incarnation for member in members)
-        self._polled_at = sent_at
-
-    async def run(self) -> None:
-        """Poll until cancelled; failures are counted and tried again, and told once."""
-        is_reachable = True
-        while True:
-            try:
-                await self.poll()
-                if not is_reachable:
-                    is_reachable = True
-                    logger.info("the directory answers again")
-            except DirectoryError as error:
-                self._metrics.directory_errors.labels("members").inc()
-                if is_reachable:
-                    is_reachable = False
-                    logger.warning("the directory doesn't answer; serving on, and trying again: %s", error)
-            except Exception:  # the edge of the loop: without a table batches only don't prune
-                logger.exception("reading the fleet's table met a fault")
-            await self._sleep(RENEW_INTERVAL_S)
 
 
 class Lives:

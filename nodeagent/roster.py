@@ -8,9 +8,11 @@ its `gpu` placements end with it: what it stored belongs to the host.
 import asyncio
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from directory.costs import Rates
 from directory.errors import IdentityRefused
@@ -24,7 +26,7 @@ from nodeagent.messages import Hello, KvEventSource, LoadReport
 from nodeagent.metrics import AgentMetrics
 from nodeagent.processes import Process
 from nodeagent.publisher import Publisher
-from nodeagent.registration import Clock, FleetTable, Lives, Sleep
+from nodeagent.registration import Clock, Lives, Sleep
 
 GRACE_S = 5.0
 ENGINES_MAX = 64
@@ -33,6 +35,8 @@ DRAM_BYTES_PER_S = 3e9
 DRAM_FIXED_S = 0.0005
 NVME_FIXED_S = 0.001
 READ_RATE_WEIGHT = 0.2
+AGAIN_MIN_S, AGAIN_MAX_S = 1.0, 60.0
+"""After a fault an engine's work is begun again so much later, and twice as much after each fault that follows."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +97,11 @@ class AttachedEngine:
         if read_bytes and 0 < read_s < math.inf and (seen := read_bytes / read_s) < math.inf:
             self.dram_bytes_per_s += READ_RATE_WEIGHT * (seen - self.dram_bytes_per_s)
 
+    def doubt(self) -> None:
+        """What follows it has met a fault: nothing that it said is believed any more."""
+        self.replace_gpu([])
+        self.running = self.waiting = 0
+
     def note_load(self, report: LoadReport) -> None:
         """Take over what the engine says of itself."""
         self.running, self.waiting = report.running, report.waiting
@@ -114,15 +123,16 @@ class AttachedEngine:
 class Roster:
     """Attaches and detaches engines; every method belongs to the event loop.
 
-    `group` holds the publishers' tasks. `host` is written into every registration. `nvme_bytes_per_s` is the rate at
-    which the host's disk is read, where it has that tier. `follow` runs beside each foreign engine.
+    `group` holds the engines' tasks, but for those that end a life: they outlast a group that is ending, and `close`
+    waits for them. A fault in an engine's work is logged and costs that engine alone. `host` is written into every
+    registration. `nvme_bytes_per_s` is the rate at which the host's disk is read, where it has that tier. `follow`
+    runs beside each foreign engine.
     """
 
     def __init__(
         self,
         host: str,
         directory: DirectoryWriter,
-        table: FleetTable,
         files: FileShelf,
         group: asyncio.TaskGroup,
         *,
@@ -135,7 +145,6 @@ class Roster:
     ) -> None:
         self._host = host
         self._directory = directory
-        self._table = table
         self._files = files
         self._group = group
         self._clock = clock
@@ -146,6 +155,7 @@ class Roster:
         self._follow = follow
         self._engines: dict[str, AttachedEngine] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._is_closing = False
 
     @property
     def engines(self) -> tuple[AttachedEngine, ...]:
@@ -158,6 +168,8 @@ class Roster:
         Raises `HelloRefused` for a description that must not be registered, a name that another living process
         holds, or parallelism that this door doesn't know.
         """
+        if self._is_closing:
+            raise HelloRefused("the agent is ending")
         known = self._engines.get(hello.engine)
         if known is not None and known.process is not process and not known.process.is_gone:
             raise HelloRefused(f"an engine named {hello.engine!r} is attached already, as process {known.process.pid}")
@@ -183,7 +195,8 @@ class Roster:
             return
         engine.connection = None
         self._stop_grace(engine)
-        engine.grace = self._group.create_task(self._wait_grace(engine))
+        if not self._is_closing:
+            engine.grace = self._group.create_task(self._wait_grace(engine))
 
     def process_gone(self, process: Process) -> None:
         """A process has ended, and its engines with it."""
@@ -197,8 +210,13 @@ class Roster:
             self._remove(engine, reason)
             self._files.forget(engine.name)
 
+    def stop(self) -> None:
+        """Let nobody in any more; the group may be ending."""
+        self._is_closing = True
+
     async def close(self) -> None:
         """Detach all, and wait until their lives are retired."""
+        self.stop()
         for engine in self.engines:
             self.detach(engine, "agent stops")
         await asyncio.gather(*self._ending)
@@ -210,6 +228,10 @@ class Roster:
             )
         if not math.isfinite(hello.flops):
             raise HelloRefused("flops must be a finite number of useful FLOP/s")
+        if not all(math.isfinite(each) and each >= 0 for each in astuple(hello.shape)):
+            raise HelloRefused(f"shape must hold finite numbers of at least 0: {hello.shape}")
+        if not _is_http_url(hello.url):
+            raise HelloRefused(f"url must be an http URL with a host, and a port of 1 to 65535: {hello.url!r}")
         try:
             _identity_digest(hello)
             return EngineRegistration(
@@ -242,15 +264,17 @@ class Roster:
             self._directory,
             lives,
             Inventory(GPU_KEYS_MAX),
-            self._table,
             clock=self._clock,
             sleep=self._sleep,
             metrics=self._metrics,
             walk_interval_s=self._walk_interval_s,
         )
-        engine.task = self._group.create_task(engine.publisher.run())
+        engine.task = self._group.create_task(
+            self._keep_up(engine, engine.publisher.run, partial(engine.publisher.doubt, "fault"))
+        )
         if hello.events is not None and self._follow is not None:
-            engine.following = self._group.create_task(self._follow(engine, hello.events))
+            follow = partial(self._follow, engine, hello.events)
+            engine.following = self._group.create_task(self._keep_up(engine, follow, engine.doubt))
         self._engines[engine.name] = engine
         logger.info("engine %s is attached, process %d", engine.name, process.pid)
         return engine
@@ -259,9 +283,27 @@ class Roster:
         del self._engines[engine.name]
         self._stop_grace(engine)
         logger.info("engine %s is detached: %s", engine.name, reason)
-        ending = self._group.create_task(self._end(engine))
+        ending = asyncio.get_running_loop().create_task(self._end(engine))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+    async def _keep_up(
+        self, engine: AttachedEngine, work: Callable[[], Awaitable[None]], on_fault: Callable[[], None]
+    ) -> None:
+        """Do an engine's work for as long as it is attached. After a fault it is tried again, at a bounded pace."""
+        pause_s = AGAIN_MIN_S
+        while self._engines.get(engine.name) is engine:
+            began_at = self._clock()
+            try:
+                await work()
+            except Exception:  # the edge of the loop: one engine's fault stays its own
+                logger.exception("following engine %s met a fault; trying again", engine.name)
+                self._metrics.degraded.labels("engine_fault").inc()
+            on_fault()
+            if self._clock() - began_at > AGAIN_MAX_S:
+                pause_s = AGAIN_MIN_S
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
 
     async def _wait_grace(self, engine: AttachedEngine) -> None:
         await self._sleep(GRACE_S)
@@ -273,7 +315,10 @@ class Roster:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await engine.publisher.stop()
+        try:
+            await engine.publisher.stop()
+        except Exception:  # the edge of a task: a life that isn't retired lapses by itself
+            logger.exception("ending the life of engine %s met a fault", engine.name)
 
     @staticmethod
     def _stop_grace(engine: AttachedEngine) -> None:
@@ -287,3 +332,14 @@ def _identity_digest(hello: Hello) -> bytes:
     if hello.events is not None:
         return hello.identity.fleet_digest()
     return hello.identity.shard_digest(hello.tp_rank)
+
+
+def _is_http_url(url: str) -> bool:
+    """Whether gateways and this agent can ask at `url`: what HTTP clients refuse raises far from here."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        is_plain = url.isprintable() and not any(letter.isspace() for letter in url)
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and is_plain
+    except ValueError:  # a port, an IPv6 address, or a name that is none
+        return False

@@ -11,6 +11,7 @@ references are given back. What a run's first piece doesn't hold is counted when
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections import Counter
 from collections.abc import Collection
@@ -243,7 +244,7 @@ class Session:
         for tier, chunks in Counter(held.tier for held in closed).items():
             self._metrics.hit_tokens.labels(tier.label, "local").inc(chunks * tokens)
         self._metrics.tokens_missed.inc((len(failed) + len(unread)) * tokens)
-        if message.read_bytes:
+        if message.read_bytes and math.isfinite(message.read_s):
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
             engine.note_read(message.read_bytes, message.read_s)
         for held in failed:

@@ -95,6 +95,13 @@ class PackedRecords:
     def load(self, keys: Sequence[bytes], records: Sequence[bytes]) -> None:
         _load(self._server, _LOAD_RECORDS, redis_schema.record_key, keys, records)
 
+    def hear_of(self, lives: Sequence[bytes]) -> None:
+        """Let every partition have heard of these lives just now: holders of others would go."""
+        seconds, _ = self._server.client.time()
+        attempts = dict.fromkeys(lives, f"0:{seconds * 1000}")
+        for partition in range(PARTITIONS):
+            self._server.client.hset(redis_schema.attempts_key(partition), mapping=attempts)
+
     def settle(self, keys: Sequence[bytes], lookups: int) -> None:
         _settle(self._server, redis_schema.record_key, keys, lookups)
 

@@ -20,7 +20,7 @@ TTL_S = 7200.0
 
 @dataclass(frozen=True, slots=True)
 class PlacementCase:
-    """A writer that places chunks beside `others` holders, in a fleet of `known` lives (for pruning).
+    """A writer that places chunks beside `others` holders, in a fleet of `lives` that its partitions hear of.
 
     Round after round it places chunks that are new to it (`new`), says of the same chunks what it said (`again`), or
     that they moved to another tier (`moved`). Where there are several holders, they stand in another order in each
@@ -29,17 +29,17 @@ class PlacementCase:
 
     name: str
     others: int
-    known: int
+    lives: int
     kind: str
     alike: bool = False
 
 
 CASES = (
-    PlacementCase("a new chunk", others=0, known=64, kind="new"),
-    PlacementCase("a new chunk, 1,000 lives", others=0, known=1000, kind="new"),
-    PlacementCase("beside 1 holder, moved", others=1, known=64, kind="moved"),
-    PlacementCase("beside 15 holders, moved", others=15, known=64, kind="moved"),
-    PlacementCase("beside 15 holders alike, again", others=15, known=64, kind="again", alike=True),
+    PlacementCase("a new chunk", others=0, lives=64, kind="new"),
+    PlacementCase("a new chunk, 1,000 lives", others=0, lives=1000, kind="new"),
+    PlacementCase("beside 1 holder, moved", others=1, lives=64, kind="moved"),
+    PlacementCase("beside 15 holders, moved", others=15, lives=64, kind="moved"),
+    PlacementCase("beside 15 holders alike, again", others=15, lives=64, kind="again", alike=True),
 )
 
 
@@ -71,7 +71,7 @@ class _Writer:
     waits_us: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.lives = [self.chance.randbytes(INCARNATION_BYTES) for _ in range(self.case.known)]
+        self.lives = [self.chance.randbytes(INCARNATION_BYTES) for _ in range(self.case.lives)]
         self.keys = self._drawn()
 
     def batches(self) -> list[Batch]:
@@ -87,7 +87,6 @@ class _Writer:
                 attempt=self.attempt,
                 states=tuple((key, int(tier)) for key in keys),
                 ttl_s=TTL_S,
-                known=frozenset(self.lives),
                 acknowledged=LOST if self.attempt == 1 else self.attempt - 1,
             )
             for partition, keys in enumerate(self.keys)
@@ -117,6 +116,7 @@ async def measure_placements(
     """Every case in turn, a batch for each partition, round after round."""
     writers = [_Writer(case, chance) for case in cases]
     for writer in writers:
+        packed.hear_of(writer.lives[1:])
         if writer.case.others:
             keys = [key for part in writer.keys for key in part]
             packed.load(keys, [writer.others() for _ in keys])
@@ -130,6 +130,7 @@ async def measure_placements(
 
 async def _measure(server: Server, packed: PackedRecords, writer: _Writer) -> None:
     batches = writer.batches()
+    packed.hear_of(writer.lives[1:])
     before = server.spent()
     busy_at = time.thread_time()
     for batch in batches:

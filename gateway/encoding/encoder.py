@@ -27,12 +27,14 @@ RENDERERS: dict[str, type[ReferenceRenderer]] = {"reference": ReferenceRenderer,
 class Encoding:
     """The token ids of the prompt that decides the routing, as little-endian u32; exactly the engine's.
 
-    Or `None` with the reason why they aren't known; `tokens_estimate` is then a rough count.
+    Or `None` with the reason why they aren't known; `tokens_estimate` is then a rough count. `reads_cache` is whether
+    the engine uses what is cached of it.
     """
 
     tokens: bytes | None
     tokens_estimate: int
     reason: str = ""
+    reads_cache: bool = True
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,9 +63,10 @@ class Encoder:
             prompt = self._renderer.render(request.fields) if request.endpoint == CHAT else request.prompts[0]
         except Uncertain as reason:
             return unencoded(request, str(reason))
+        reads_cache = self._renderer.reads_cache(request.endpoint, request.fields)
         adds_special = request.endpoint != CHAT and self._renderer.adds_special_tokens
         if isinstance(prompt, bytes):
-            return Encoding(prompt, len(prompt) // 4)
+            return Encoding(prompt, len(prompt) // 4, reads_cache=reads_cache)
         if len(prompt) > context_tokens * self._token_chars_max:
             return unencoded(request, "too_long")
         if len(prompt) <= INLINE_CHARS_MAX:
@@ -71,7 +74,7 @@ class Encoder:
         else:
             loop = asyncio.get_running_loop()
             tokens = await loop.run_in_executor(self._pool, self._backend.encode, prompt, adds_special)
-        return Encoding(tokens, len(tokens) // 4)
+        return Encoding(tokens, len(tokens) // 4, reads_cache=reads_cache)
 
 
 def unencoded(request: InferenceRequest, reason: str) -> Encoding:

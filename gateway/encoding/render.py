@@ -12,6 +12,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.encoding.vllm_fields import reads_cache
+
 ROLES = frozenset({"system", "developer", "user", "assistant"})
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNCERTAIN_FIELDS = ("tools", "functions", "documents", "chat_template", "reasoning_effort")
@@ -59,6 +61,10 @@ class ReferenceRenderer:
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Raises `Uncertain` for fields, of any endpoint, under which the engine's token ids aren't known."""
+
+    def reads_cache(self, endpoint: str, fields: Mapping[str, Any]) -> bool:
+        """Whether the engine uses what it has cached of such a request's prompt."""
+        return True
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """The prompt's text for a chat request's fields. Raises `Uncertain`."""
@@ -121,6 +127,10 @@ class VllmRenderer(ReferenceRenderer):
         for name in VLLM_UNCERTAIN_FIELDS:
             if fields.get(name) is not None:
                 raise Uncertain(name)
+
+    def reads_cache(self, endpoint: str, fields: Mapping[str, Any]) -> bool:
+        """See `ReferenceRenderer`."""
+        return reads_cache(endpoint, fields)
 
 
 def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:

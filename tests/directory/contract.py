@@ -237,24 +237,90 @@ class TestPlacements:
         assert found == {**dict.fromkeys(hosts, 6), **dict.fromkeys(engines, 1)}
         assert sum(mask.bit_count() for mask in found.values()) == 192
 
-    async def test_holders_that_are_not_known_are_pruned_from_the_records_touched(self, stand: Stand) -> None:
-        for writer in (A, B, C):
+    async def test_holders_that_the_partition_has_not_heard_of_for_ten_minutes_go_from_the_records_touched(
+        self, stand: Stand
+    ) -> None:
+        for writer in (B, C):
             await stand.directory.place(batch(writer, 0, {K1: 1, K2: 1}))
-        await stand.directory.place(batch(A, 1, {K1: 2}, known=frozenset((A, B))))
+        stand.pass_time(10)
+        await stand.directory.place(batch(B, 1, {K3: 1}))
+        stand.pass_time(REMEMBERED_S - 5)
+        await stand.directory.place(batch(A, 0, {K1: 2}))
         assert await held(stand) == {A: 2, B: 1}
-        assert await held(stand, K2) == {A: 1, B: 1, C: 1}
+        assert await held(stand, K2) == {B: 1, C: 1}
 
-    async def test_a_withdrawal_prunes_as_well(self, stand: Stand) -> None:
+    async def test_a_holder_is_kept_up_to_the_ten_minutes(self, stand: Stand) -> None:
         await stand.directory.place(batch(B, 0, {K1: 1}))
-        await stand.directory.withdraw(batch(A, 0, {K1: 0}, known=frozenset((A,))))
-        assert await held(stand) == {}
+        stand.pass_time(REMEMBERED_S - 5)
+        await stand.directory.place(batch(A, 0, {K1: 2}))
+        assert await held(stand) == {A: 2, B: 1}
 
-    async def test_no_known_set_prunes_nobody_and_an_empty_one_all_others(self, stand: Stand) -> None:
+    async def test_an_empty_batch_is_heard_and_only_in_its_partition(self, stand: Stand) -> None:
+        far = key(1, partition=9)
+        for partition, of in ((0, K1), (9, far)):
+            await stand.directory.place(batch(B, 0, {of: 1}))
+            stand.pass_time(REMEMBERED_S / 2)
+            await stand.directory.withdraw(batch(B, 1, {}, partition=0))
+            await stand.directory.place(batch(A, partition, {of: 2}))
+        assert await held(stand) == {A: 2, B: 1}
+        stand.pass_time(REMEMBERED_S / 2 + 5)
+        await stand.directory.withdraw(batch(B, 2, {}, partition=0))
+        await stand.directory.place(batch(A, 10, {far: 2}))
+        assert await held(stand, far) == {A: 2}
+        await stand.directory.place(batch(A, 11, {K1: 2}))
+        assert await held(stand) == {A: 2, B: 1}
+
+    async def test_an_overtaken_batch_is_not_heard(self, stand: Stand) -> None:
+        await stand.directory.place(batch(B, 5, {K1: 1}))
+        stand.pass_time(REMEMBERED_S - 5)
+        assert await stand.directory.place(batch(B, 4, {})) == 5
+        stand.pass_time(10)
+        await stand.directory.place(batch(A, 0, {K1: 2}))
+        assert await held(stand) == {A: 2}
+
+    async def test_a_late_batch_of_a_forgotten_life_is_applied_and_forgotten_again(self, stand: Stand) -> None:
+        await stand.directory.place(batch(B, 3, {K1: 1}))
+        stand.pass_time(REMEMBERED_S + 5)
+        assert await stand.directory.place(batch(B, 4, {K2: 1}, acknowledged=3)) == LOST
+        await stand.directory.place(batch(A, 0, {K1: 2, K2: 2}))
+        assert await held(stand, K2) == {A: 2, B: 1}
+        stand.pass_time(REMEMBERED_S + 5)
+        await stand.directory.place(batch(A, 1, {K1: 2, K2: 2}))
+        assert await held(stand) == await held(stand, K2) == {A: 2}
+
+    @pytest.mark.parametrize("mask", [0, 4], ids=["removal", "placement"])
+    async def test_every_record_of_a_batch_is_pruned_whatever_else_is_in_it(self, stand: Stand, mask: int) -> None:
+        keys = [key(number) for number in range(12)]
+        lives = [incarnation(10 + number) for number in range(6)]
+        for number, life in enumerate(lives):
+            await stand.directory.place(batch(life, 0, dict.fromkeys(keys[number // 2 :], 1 + number)))
+        await stand.directory.place(batch(A, 0, dict.fromkeys(keys[::3], 4)))
+        stand.pass_time(REMEMBERED_S / 2)
+        for life in lives[::2]:
+            await stand.directory.place(batch(life, 1, {}))
+        stand.pass_time(REMEMBERED_S / 2 + 5)
+        writes = stand.directory.place if mask else stand.directory.withdraw
+        await writes(batch(A, 1, dict.fromkeys(keys, mask)))
+        for place, of in enumerate(keys):
+            heard = {life: 1 + 2 * rank for rank, life in enumerate(lives[::2]) if place >= rank}
+            assert await held(stand, of) == heard | ({A: mask} if mask else {})
+
+    async def test_who_was_silent_for_longer_than_ten_minutes_is_told_of_a_loss_from_then_on(
+        self, stand: Stand
+    ) -> None:
+        await stand.directory.place(batch(A, 7, {K1: 1}))
+        stand.pass_time(REMEMBERED_S + 5)
+        assert await stand.directory.place(batch(A, 8, {}, acknowledged=7)) == LOST
+        assert await stand.directory.place(batch(A, 9, {}, acknowledged=7)) == LOST
+        assert await held(stand) == {A: 1}, "its own batch doesn't take it for another's"
+
+    async def test_a_life_that_said_nothing_here_prunes_and_loses_nothing(self, stand: Stand) -> None:
+        await stand.directory.register(A, HOST, LOAD)
         await stand.directory.place(batch(B, 0, {K1: 1}))
-        await stand.directory.place(batch(A, 0, {K1: 1}, known=None))
-        assert await held(stand) == {A: 1, B: 1}
-        await stand.directory.place(batch(A, 1, {K1: 1}, known=frozenset()))
-        assert await held(stand) == {A: 1}
+        stand.pass_time(REMEMBERED_S / 2)
+        assert await stand.directory.place(batch(A, 0, {K1: 2})) == LOST
+        assert await stand.directory.place(batch(A, 1, {K1: 2}, acknowledged=0)) == 0
+        assert await held(stand) == {A: 2, B: 1}
 
     async def test_the_life_left_behind_goes_from_the_records_touched(self, stand: Stand) -> None:
         await stand.directory.place(batch(A, 0, {K1: 2, K2: 2, K3: 2}))
@@ -284,13 +350,15 @@ class TestPlacements:
         stand.pass_time(900)
         assert await held(stand) == {A: 1, B: 1}
 
-    async def test_attempts_are_kept_as_long_as_the_records(self, stand: Stand) -> None:
-        await stand.directory.place(batch(A, 3, {K1: 1}, ttl_s=1000.0))
-        await stand.directory.place(batch(A, 4, {K1: 1}, ttl_s=10.0))
-        stand.pass_time(900)
+    async def test_attempts_are_kept_for_ten_minutes_however_long_the_records_are(self, stand: Stand) -> None:
+        await stand.directory.place(batch(A, 3, {K1: 1}, ttl_s=4 * REMEMBERED_S))
+        stand.pass_time(REMEMBERED_S - 5)
+        assert await stand.directory.place(batch(A, 4, {K1: 1}, ttl_s=10.0)) == 3
+        stand.pass_time(REMEMBERED_S - 5)
         assert await stand.directory.place(batch(A, 5, {K1: 1}, ttl_s=10.0)) == 4
-        stand.pass_time(200)
+        stand.pass_time(REMEMBERED_S + 5)
         assert await stand.directory.place(batch(A, 6, {K1: 1})) == LOST
+        assert await held(stand) == {A: 1}
 
     async def test_placements_need_no_registration_and_outlive_a_retirement(self, stand: Stand) -> None:
         await stand.directory.register(A, HOST, LOAD)

@@ -48,14 +48,14 @@ def batch(
     writer: bytes,
     attempt: int,
     states: dict[bytes, int],
-    known: frozenset[bytes] | None = None,
     replaces: bytes | None = None,
     ttl_s: float = TTL_S,
     acknowledged: int = LOST,
+    partition: int = 0,
 ) -> Batch:
-    """A batch for the partition of its keys (the first partition where it has none)."""
-    partition = partition_of(next(iter(states))) if states else 0
-    return Batch(writer, partition, attempt, tuple(states.items()), ttl_s, known, replaces, acknowledged)
+    """A batch for the partition of its keys (`partition` where it has none)."""
+    partition = partition_of(next(iter(states))) if states else partition
+    return Batch(writer, partition, attempt, tuple(states.items()), ttl_s, replaces, acknowledged)
 
 
 def holders(record: bytes | None) -> dict[bytes, int]:

@@ -88,6 +88,10 @@ def _move_moments(raw: "redis.Redis", span_ms: int) -> None:
             elif field.startswith(b"t"):
                 moments = (int(moment) for moment in value.split(b":"))
                 raw.hset(table, field, ":".join(str(moment and moment - span_ms) for moment in moments))
+    for attempts in raw.keys("*:v1:*:attempts"):
+        for life, value in raw.hgetall(attempts).items():
+            attempt, heard_ms = value.split(b":")
+            raw.hset(attempts, life, b"%s:%d" % (attempt, int(heard_ms) - span_ms))
     for key in raw.keys("*:v1:*"):
         left_ms = raw.pttl(key)
         if left_ms >= 0:

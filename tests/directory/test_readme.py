@@ -38,7 +38,7 @@ def golden_bytes(name: str) -> bytes:
 
 def test_the_golden_keys_and_values_are_the_codes() -> None:
     assert schema.record_key(KEY) == golden_bytes("record key")
-    assert schema.attempts_key(5, INCARNATION) == golden_bytes("attempts key")
+    assert schema.attempts_key(5) == golden_bytes("attempts key")
     assert pack_holders([(INCARNATION, 5)]) == golden_bytes("record")
 
 
@@ -58,17 +58,23 @@ def test_the_table_of_tags_is_the_codes() -> None:
 async def test_the_golden_bytes_are_what_the_server_holds(redis_stand: RedisStand, raw: "redis.Redis") -> None:
     await redis_stand.directory.place(batch(INCARNATION, ATTEMPT, {KEY: 5}))
     assert raw.get(golden_bytes("record key")) == golden_bytes("record")
-    assert raw.get(golden_bytes("attempts key")) == golden_bytes("attempts")
+    (attempt, heard_ms), golden = (
+        raw.hget(golden_bytes("attempts key"), INCARNATION).split(b":"),
+        golden_bytes("attempts"),
+    )
+    assert (attempt, len(heard_ms)) == (golden.split(b":")[0], len(golden.split(b":")[1]))
+    seconds, _ = raw.time()
+    assert 0 <= seconds * 1000 - int(heard_ms) + 1000 < 60_000
 
 
 async def test_the_golden_call_does_what_the_code_does(redis_stand: RedisStand, raw: "redis.Redis") -> None:
     await redis_stand.directory.place(batch(LEFT_BEHIND, 0, {KEY: 2}))
     raw.function_load(schema.functions_source(), replace=True)
-    words = {"<attempts key>": "attempts key", "<record key>": "record key", "<empty>": ""}
+    words = {"<attempts key>": "attempts key", "<record key>": "record key"}
     tokens = re.findall(r"<[a-z ]+>|\S+", GOLDEN["place"])
-    call: list[bytes | str] = [golden_bytes(words[token]) if words.get(token) else token for token in tokens]
+    call: list[bytes | str] = [golden_bytes(words[token]) if token in words else token for token in tokens]
     call[5], call[8], call[9] = INCARNATION, b"\x05", LEFT_BEHIND
-    call[11] = b""
+    assert call[10:] == [str(schema.REMEMBERED_MS), "-1"]
     assert tokens[5:10] == [INCARNATION.hex(), str(ATTEMPT), "7200000", "05", LEFT_BEHIND.hex()]
     assert raw.execute_command(*call) == -1
     assert raw.get(golden_bytes("record key")) == golden_bytes("record")

@@ -330,20 +330,45 @@ class TestSchema:
         await redis_stand.directory.place(batch(A, 8, {far: 2}))
         assert set(raw.keys("*")) == {
             b"wr:v1:{3560}:" + K1,
-            b"wr:v1:{3560}:#" + A,
+            b"wr:v1:{3560}:attempts",
             b"wr:v1:{4782}:" + far,
-            b"wr:v1:{4782}:#" + A,
+            b"wr:v1:{4782}:attempts",
             b"wr:v1:{3560}:reg",
             b"wr:{3560}:versions",
         }
         assert raw.get(b"wr:v1:{3560}:" + K1) == A + b"\x05"
-        assert raw.get(b"wr:v1:{4782}:#" + A) == b"8"
+        assert raw.hget(b"wr:v1:{4782}:attempts", A).startswith(b"8:")
         assert raw.pttl(b"wr:v1:{3560}:" + K1) > 0
-        assert raw.pttl(b"wr:v1:{3560}:#" + A) > 0
+        assert raw.pttl(b"wr:v1:{3560}:attempts") == -1, "or volatile-ttl would take it first, and all would walk"
+
+    async def test_attempts_forgotten_are_dropped_from_the_server_a_few_with_each_batch(
+        self, redis_stand: RedisStand, raw: "redis.Redis"
+    ) -> None:
+        for number in range(40):
+            await redis_stand.directory.place(batch(incarnation(number), 0, {}))
+        redis_stand.pass_time(700)
+        attempts, kept = schema.attempts_key(0), [incarnation(100), incarnation(101)]
+        await redis_stand.directory.place(batch(kept[0], 0, {}))
+        assert raw.hlen(attempts) >= 39
+        for number in range(1000):
+            await redis_stand.directory.place(batch(kept[1], number, {}))
+            if raw.hlen(attempts) == 2:
+                break
+        assert set(raw.hkeys(attempts)) == set(kept)
+
+    async def test_a_life_heard_of_by_a_clock_that_has_gone_back_is_not_forgotten(
+        self, redis_stand: RedisStand, raw: "redis.Redis"
+    ) -> None:
+        await redis_stand.directory.place(batch(B, 4, {K1: 1}))
+        redis_stand.pass_time(-7200)
+        await redis_stand.directory.place(batch(A, 0, {K1: 2}))
+        assert await held(redis_stand.directory) == {A: 2, B: 1}
+        assert await redis_stand.directory.place(batch(B, 5, {}, acknowledged=4)) == 4
 
     async def test_a_torn_holder_at_a_records_end_is_skipped_and_repaired(
         self, redis_stand: RedisStand, raw: "redis.Redis"
     ) -> None:
+        await redis_stand.directory.place(batch(A, 0, {}))
         raw.set(schema.record_key(K1), A + b"\x01" + b"torn")
         assert await held(redis_stand.directory) == {A: 1}
         await redis_stand.directory.place(batch(B, 0, {K1: 2}))
@@ -368,7 +393,7 @@ class TestSchema:
             assert (await agent.renew(A, LOAD)).known
             assert await agent.place(batch(A, 0, {K1: 1})) == -1
             assert await agent.withdraw(batch(A, 1, {K1: 0})) == 0
-            assert await agent.place(batch(A, 2, {K1: 2}, known=frozenset((A,)))) == 1
+            assert await agent.place(batch(A, 2, {K1: 2})) == 1
             await agent.retire(A)
             for each in (agent, gateway, operator):
                 assert len(await each.members()) == 1

@@ -214,7 +214,7 @@ def test_a_well_server_and_one_that_says_nothing_have_no_warnings() -> None:
     [
         (schema.record_key(key(1, 5)), schema.KeyKind("record", "v1", 5)),
         (schema.record_key(b"#" * 16), schema.KeyKind("record", "v1", 2)),
-        (schema.attempts_key(7, LIVE), schema.KeyKind("attempts", "v1", 7)),
+        (schema.attempts_key(7), schema.KeyKind("attempts", "v1", 7)),
         (schema.REGISTRATIONS_KEY, schema.KeyKind("table", "v1")),
         (schema.VERSIONS_KEY, schema.KeyKind("versions", "any")),
         (b"wr:v2:{3560}:" + b"k" * 16, schema.KeyKind("else", "v2")),

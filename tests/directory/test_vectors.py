@@ -126,7 +126,7 @@ class TestLayout:
     @pytest.mark.parametrize("partition", range(PARTITIONS))
     def test_cluster_slots(self, partition: int) -> None:
         record = schema.record_key(bytes([partition << 4]) + bytes(15))
-        attempts = schema.attempts_key(partition, bytes(8))
+        attempts = schema.attempts_key(partition)
         slot = KEYS["partitions"]["cluster_slots"][partition]
         assert (cluster_slot(record), cluster_slot(attempts)) == (slot, slot)
 

@@ -1,4 +1,4 @@
-"""Agents without tiers and doors: the real publishers, lives and fleet table of a host with one engine."""
+"""Agents without tiers and doors: the real publishers and lives of a host with one engine."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from directory.tiers import Tier
 from nodeagent.inventory import Inventory
 from nodeagent.metrics import AgentMetrics
 from nodeagent.publisher import Publisher
-from nodeagent.registration import FleetTable, Lives
+from nodeagent.registration import Lives
 from tests.directory_servers.corpus import passing_key
 from tests.gateway.samples import MODEL
 
@@ -61,7 +61,6 @@ class Agent:
         self.name = name
         self.directory = RedisDirectory.connect(url)
         self.metrics = AgentMetrics()
-        self.table = FleetTable(self.directory, time.monotonic, asyncio.sleep, self.metrics)
         self.host = self._publisher(host or HostRegistration(f"host-{name}", "http://127.0.0.1:1"), Load())
         self.engine = self._publisher(engine or engine_registration(name), ENGINE_LOAD)
         self._task: asyncio.Task[None] | None = None
@@ -131,7 +130,6 @@ class Agent:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.table.run())
             for publisher in self.publishers:
                 group.create_task(publisher.run())
 
@@ -141,7 +139,6 @@ class Agent:
             self.directory,
             lives,
             Inventory(KEYS_MAX),
-            self.table,
             clock=time.monotonic,
             sleep=asyncio.sleep,
             metrics=self.metrics,

@@ -36,10 +36,10 @@ async def test_a_state_that_arrives_after_its_successor_leaves_no_phantom(
         await until(lambda: agent.is_settled, "the newest state went out on another connection", BOUND_S)
         expected = [(life, newest)] if newest else []
         assert unpack_holders(client.get(record_key(KEY)) or b"") == expected
-        attempt = client.get(attempts_key(partition_of(KEY), life))
+        attempt = client.hget(attempts_key(partition_of(KEY)), life)
         wire.let_go()
         async with asyncio.timeout(BOUND_S):
             await wire.answered.wait()
         assert unpack_holders(client.get(record_key(KEY)) or b"") == expected
-        assert client.get(attempts_key(partition_of(KEY), life)) == attempt
+        assert client.hget(attempts_key(partition_of(KEY)), life) == attempt
         assert agent.walks() == {"start": 2.0}, "nothing was in doubt"

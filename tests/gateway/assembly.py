@@ -12,7 +12,7 @@ import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.interface import Batch, DirectoryReader, DirectoryWriter
-from directory.members import draw_incarnation
+from directory.members import EngineRegistration, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
@@ -20,9 +20,8 @@ from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
-from gateway.encoding.encoder import Encoder, Encoders
+from gateway.encoding.encoder import RENDERERS, Encoder, Encoders
 from gateway.encoding.files import TokenizerFiles
-from gateway.encoding.render import ReferenceRenderer
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
 from gateway.ledger import Ledger
@@ -48,8 +47,8 @@ class ByteBackend:
 class FixedEncoders(Encoders):
     """Encoders that are there at once."""
 
-    def find(self, registration: object) -> Encoder:
-        return Encoder(ByteBackend(), ReferenceRenderer(TEMPLATE, {}), self._pool, 10**6)
+    def find(self, registration: EngineRegistration) -> Encoder:
+        return Encoder(ByteBackend(), RENDERERS[registration.renderer](TEMPLATE, {}), self._pool, 10**6)
 
 
 @dataclass
@@ -86,8 +85,9 @@ async def gateway_for(
     clock: Callable[[], float] = time.monotonic,
     writer: DirectoryWriter | None = None,
     reader: DirectoryReader | None = None,
+    renderer: str = "reference",
 ) -> AsyncIterator[TestGateway]:
-    """A gateway that serves `engines`, each on a host of its own.
+    """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
     The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'.
     """
@@ -99,7 +99,7 @@ async def gateway_for(
         host = f"host-{engine.name}"
         lives[host], lives[engine.name] = draw_incarnation(), draw_incarnation()
         await directory.register(lives[host], host_registration(host), HOST_LOAD, TERM_S)
-        registration = engine_registration(engine.name, engine.url, host)
+        registration = engine_registration(engine.name, engine.url, host, renderer=renderer)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
     config = GatewayConfig(limits=limits, engines=tuple(static))

@@ -11,20 +11,22 @@ import copy
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from directory.errors import DirectoryUnavailable, RegistrationRefused
+from directory.errors import DirectoryFull, DirectoryUnavailable, RegistrationRefused
 from directory.interface import Batch
-from directory.members import HostRegistration, Load, Member, Registration, Renewal
+from directory.members import HostRegistration, Load, Registration, Renewal
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of, unpack_holders
 from nodeagent.inventory import Inventory
 from nodeagent.metrics import AgentMetrics
 from nodeagent.publisher import Publisher
-from nodeagent.registration import FleetTable, Lives
+from nodeagent.registration import Lives
 
 CALL_S = 1.0
+LATE_MAX_S = 8.0
+"""How long after it was sent a call may still arrive."""
 SHARDS = 3
 REGISTRATIONS_PARTITION = 0
 SNAPSHOT_S = 1.0
@@ -42,6 +44,8 @@ class Server:
     def __init__(self) -> None:
         self.directory = MemoryDirectory(now)
         self.down: set[int] = set()
+        self.is_full = False
+        """Whether it is out of memory: it takes no placements then, and everything else."""
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=SNAPSHOTS)
 
     def shard_of(self, partition: int) -> int:
@@ -97,7 +101,6 @@ class Weather:
     late: float = 0.0
     doubled: float = 0.0
     late_max_s: float = 0.0
-    spares_table: bool = False
 
     def draw(self, chance: random.Random) -> str:
         faults = {"lost": self.lost, "unanswered": self.unanswered, "late": self.late, "doubled": self.doubled}
@@ -105,9 +108,8 @@ class Weather:
 
 
 CALM = Weather()
-ROUGH = Weather(0.08, 0.08, 0.08, 0.12, late_max_s=CALL_S, spares_table=True)
-"""Late by no more than a call's own bound, and the table can be read: without it, nobody is pruned."""
-STORM = Weather(0.12, 0.12, 0.08, 0.08, late_max_s=8.0)
+ROUGH = Weather(0.08, 0.08, 0.08, 0.12, late_max_s=LATE_MAX_S)
+STORM = Weather(0.12, 0.12, 0.08, 0.08, late_max_s=LATE_MAX_S)
 
 
 class Wire:
@@ -126,10 +128,15 @@ class Wire:
         await asyncio.gather(*self._late, return_exceptions=True)
 
     async def place(self, batch: Batch) -> int:
-        return await self._send(batch, self._server.directory.place)
+        async def apply() -> int:
+            if self._server.is_full:
+                raise DirectoryFull("no room")
+            return await self._server.directory.place(batch)
+
+        return await self._call(batch.partition, apply)
 
     async def withdraw(self, batch: Batch) -> int:
-        return await self._send(batch, self._server.directory.withdraw)
+        return await self._call(batch.partition, lambda: self._server.directory.withdraw(batch))
 
     async def register(self, incarnation: bytes, registration: Registration, load: Load) -> None:
         await self._call(
@@ -142,28 +149,16 @@ class Wire:
     async def retire(self, incarnation: bytes) -> None:
         await self._call(REGISTRATIONS_PARTITION, lambda: self._server.directory.retire(incarnation))
 
-    async def members(self) -> tuple[Member, ...]:
-        return await self._call(REGISTRATIONS_PARTITION, self._server.directory.members, self.weather.spares_table)
-
-    async def _send(self, batch: Batch, write: Callable[[Batch], Awaitable[int]]) -> int:
-        """What arrives later than a call's bound prunes nobody here: its table is too old, which only walks repair."""
-        sent_at = now()
-
-        async def apply() -> int:
-            return await write(replace(batch, known=batch.known if now() - sent_at <= CALL_S else None))
-
-        return await self._call(batch.partition, apply)
-
-    async def _call(self, partition: int, apply: Callable[[], Awaitable[Any]], is_spared: bool = False) -> Any:
+    async def _call(self, partition: int, apply: Callable[[], Awaitable[Any]]) -> Any:
         await self._awake.wait()
         try:
-            return await self._deliver(partition, apply, CALM if is_spared else self.weather)
+            return await self._deliver(partition, apply)
         finally:
             await self._awake.wait()
 
-    async def _deliver(self, partition: int, apply: Callable[[], Awaitable[Any]], weather: Weather) -> Any:
+    async def _deliver(self, partition: int, apply: Callable[[], Awaitable[Any]]) -> Any:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
-        fault = weather.draw(self._chance)
+        fault = self.weather.draw(self._chance)
         if self._server.is_down(partition) or fault == "lost":
             await asyncio.sleep(self._chance.uniform(0, CALL_S))
             raise DirectoryUnavailable("lost")
@@ -182,7 +177,7 @@ class Wire:
         async def deliver(after_s: float) -> None:
             await asyncio.sleep(after_s)
             if not self._server.is_down(partition):
-                with contextlib.suppress(RegistrationRefused):
+                with contextlib.suppress(RegistrationRefused, DirectoryFull):
                     await apply()
 
         task = asyncio.create_task(deliver(self._chance.uniform(0, self.weather.late_max_s)))
@@ -210,12 +205,10 @@ class Writer:
         self._wires.append(wire)
         metrics = AgentMetrics()
         lives = Lives(wire, HostRegistration(self.name, "http://127.0.0.1:1"), Load, self._sleep, metrics)
-        table = FleetTable(wire, now, self._sleep, metrics)
         self.publisher = Publisher(
             wire,
             lives,
             Inventory(1_000),
-            table,
             clock=now,
             sleep=self._sleep,
             metrics=metrics,
@@ -223,7 +216,7 @@ class Writer:
             chance=self._chance.random,
         )
         self.publisher.record_all(held)
-        self._tasks = [asyncio.create_task(table.run()), asyncio.create_task(self.publisher.run())]
+        self._tasks = [asyncio.create_task(self.publisher.run())]
 
     @property
     def is_running(self) -> bool:

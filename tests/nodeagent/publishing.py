@@ -7,18 +7,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from directory.errors import DirectoryFull, DirectoryUnavailable
-from directory.interface import SETTLE_S, Batch
+from directory.interface import BATCH_PLACEMENTS_MAX, Batch
 from directory.members import HostRegistration, Load
 from directory.memory import MemoryDirectory
-from directory.placements import partition_of
+from directory.placements import partition_of, unpack_holders
 from nodeagent.inventory import Inventory
 from nodeagent.metrics import AgentMetrics
+from nodeagent.pacing import NEW_LIFE_MIN_S
 from nodeagent.publisher import Publisher
-from nodeagent.registration import FleetTable, Lives
+from nodeagent.registration import Lives
 from tests.nodeagent.faketime import FakeTime
 from tests.nodeagent.running import believed
 
 DRAM = 2
+PASSER_BY = b"passerby"
 CALL_S = 1.0
 """How long a call waits for an answer."""
 
@@ -40,6 +42,8 @@ class FaultyDirectory:
         self.behind = MemoryDirectory(time.clock)
         self.faults: list[str] = []
         self.is_down = False
+        self.is_full = False
+        """Whether it takes no placements."""
         self.is_mute = False
         """Whether registrations are taken without an answer."""
         self.down: set[int] = set()
@@ -100,7 +104,7 @@ class FaultyDirectory:
             raise DirectoryUnavailable("slow")
         if fault == "bug":
             raise RuntimeError("a fault that no docstring names")
-        if fault == "full" and any(mask for _, mask in batch.states):
+        if (self.is_full or fault == "full") and any(mask for _, mask in batch.states):
             raise DirectoryFull("full")
         held = await apply(batch)
         self.sent.append(batch)
@@ -125,10 +129,6 @@ class FaultyDirectory:
         await self._call()
         return await self.behind.retire(*arguments)
 
-    async def members(self):
-        await self._call()
-        return await self.behind.members()
-
     async def lookup(self, keys, deadline_s):
         return await self.behind.lookup(keys, deadline_s)
 
@@ -143,7 +143,7 @@ class Stage:
         self.time = FakeTime()
         self.directory = FaultyDirectory(self.time)
         self.metrics = AgentMetrics()
-        self.table = FleetTable(self.directory, self.time.clock, self.time.sleep, self.metrics)
+        self._passed = 0
         self.publisher = self.make(**options)
 
     def make(self, **options) -> Publisher:
@@ -154,7 +154,6 @@ class Stage:
             self.directory,
             lives,
             Inventory(100_000),
-            self.table,
             clock=self.time.clock,
             sleep=self.time.sleep,
             metrics=self.metrics,
@@ -167,8 +166,24 @@ class Stage:
     async def all_believed(self, keys: list[bytes]) -> bool:
         return all([await self.believed(each) == DRAM for each in keys])
 
+    async def has(self, key: bytes, mask: int) -> bool:
+        """Whether a life of this writer's holds a key so, whatever others hold."""
+        record = dict(unpack_holders(await self.record_of(key)))
+        return mask in [record.get(life) for life in self.publisher.lives.incarnations]
+
+    async def all_have(self, keys: list[bytes], mask: int) -> bool:
+        return all([await self.has(each, mask) for each in keys])
+
     async def record_of(self, key: bytes) -> bytes:
         return (await self.directory.lookup([key], 1.0)).records[0] or b""
+
+    async def pass_by(self, keys: list[bytes]) -> None:
+        """Another writer, whom no fault holds up, writes to the records of these keys of one partition."""
+        directory, partition = self.directory.behind, partition_of(keys[0])
+        for start in range(0, len(keys), BATCH_PLACEMENTS_MAX):
+            self._passed += 1
+            states = tuple((each, 1) for each in keys[start : start + BATCH_PLACEMENTS_MAX])
+            await directory.place(Batch(PASSER_BY, partition, self._passed, states, 7200.0))
 
     async def live_count(self) -> int:
         return sum(member.is_live for member in await self.directory.behind.members())
@@ -181,19 +196,18 @@ class Stage:
 
 
 @asynccontextmanager
-async def running(publisher: Publisher, table: FleetTable) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(table.run())]
+async def running(publisher: Publisher) -> AsyncIterator[None]:
+    task = asyncio.create_task(publisher.run())
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        task.cancel()
+        await asyncio.wait([task])
 
 
 @asynccontextmanager
 async def staged(**options: Any) -> AsyncIterator[Stage]:
     stage = Stage(**options)
-    async with running(stage.publisher, stage.table):
-        await stage.time.advance(SETTLE_S + 1)
+    async with running(stage.publisher):
+        await stage.time.advance(NEW_LIFE_MIN_S)  # its life has begun, and the next may
         yield stage

@@ -21,7 +21,7 @@ from nodeagent.config import GB, AgentConfig
 from nodeagent.publisher import WALK_INTERVAL_S
 
 SPEED = 25.0
-"""How much faster than the wall the directory's time runs: a life settles in a tenth of a second."""
+"""How much faster than the wall the directory's time runs: a term lasts a fifth of a second."""
 
 WAIT_S = 15.0
 CHUNK_BYTES = 8_192

@@ -10,19 +10,35 @@ import random
 import pytest
 
 from directory.members import TERM_S
-from tests.nodeagent.lossy_fleet import CALL_S, CALM, KEYS, ROUGH, SHARDS, STORM, Server, Weather, Writer, now
+from tests.nodeagent.lossy_fleet import (
+    CALL_S,
+    CALM,
+    KEYS,
+    LATE_MAX_S,
+    ROUGH,
+    SHARDS,
+    STORM,
+    Server,
+    Weather,
+    Writer,
+    now,
+)
 from tests.virtual_time import run_in_virtual_time
 
 SEEDS_VARIABLE = "WARMROUTE_SIMULATION_SEEDS"
-REMEMBERED_S = 20.0
-"""How long the server remembers who ended, here: everything is shorter than in life, and in the same order."""
+REMEMBERED_S = 60.0
+"""How long the server remembers whom it doesn't hear of, here: shorter than in life, and long for a heartbeat."""
 STORM_S = 45.0
+SLEEP_S = 1.5 * REMEMBERED_S
 SETTLED_WITHIN_S = 200.0
+DOUBTS_MAX = 6
 LAST_CHANGES = 30
 EVENTS = {
     "change": 30,
     "flood": 3,
     "flush": 1,
+    "full": 1,
+    "room": 3,
     "empty": 2,
     "roll back": 2,
     "shard down": 3,
@@ -55,6 +71,7 @@ class Story:
         snapshots = asyncio.create_task(self.server.keep_snapshots())
         try:
             await self._storm()
+            await self._sleep_through()
             await self._clear_up()
             self._compare_belief()
             await self._walk_once()
@@ -83,6 +100,8 @@ class Story:
             server.empty({shard})
         elif event == "roll back":
             server.roll_back(some_shards, chance.randrange(1, 4))
+        elif event in ("full", "room"):
+            server.is_full = event == "full"
         elif event == "shard down":
             server.down.add(shard)
         elif event == "shard up":
@@ -107,19 +126,33 @@ class Story:
             for _ in range(changes):
                 writer.publisher.record(self._chance.choice(KEYS), self._chance.choice([0, 0, 2, 4, 6]))
 
+    async def _sleep_through(self) -> None:
+        """One, or nobody, is suspended for so long that it is forgotten; others change what it holds, too."""
+        sleeper = self._chance.choice([*self.writers, None])
+        if sleeper is not None:
+            sleeper.suspend()
+        until = now() + SLEEP_S
+        while now() < until:
+            await asyncio.sleep(self._chance.expovariate(0.5))
+            self._change(self._chance.choice(self.writers), self._chance.randrange(1, 8))
+
     async def _clear_up(self) -> None:
         """The storm is over; some are gone for good, and forgotten. What was lost is noticed, and said again."""
         self.server.down.clear()
+        self.server.is_full = False
         self._set_weather(ROUGH)
         for writer in self.writers:
             writer.resume()
         if not any(writer.is_running for writer in self.writers):
             self.writers[0].start({})
-        lives: set[bytes] | None = None
-        while lives != self._lives():  # a loss may be noticed late, by a heartbeat
+        for _ in range(DOUBTS_MAX):  # a loss may be noticed late, by a heartbeat
             lives = self._lives()
             await self._until_settled()
-            await asyncio.sleep(REMEMBERED_S + TERM_S + CALL_S)
+            await asyncio.sleep(REMEMBERED_S + LATE_MAX_S + TERM_S + CALL_S)
+            if lives == self._lives():
+                break
+        else:
+            raise AssertionError("there are doubts without end")
         await self._calm_down()
 
     async def _walk_once(self) -> None:
@@ -137,7 +170,7 @@ class Story:
     async def _calm_down(self) -> None:
         """Until what comes late has come, and who wasn't retired for want of an answer has lapsed."""
         self._set_weather(CALM)
-        await asyncio.sleep(TERM_S + CALL_S)
+        await asyncio.sleep(LATE_MAX_S + TERM_S + CALL_S)
         await self._until_settled()
 
     def _set_weather(self, weather: Weather) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from directory.costs import ModelShape
 from directory.identity import Identity
 from nodeagent.client import PutResult
 from nodeagent.door import Door
@@ -120,6 +121,22 @@ def test_a_client_of_another_version_is_told_so(agent):
         pytest.param({"flops": 0.0}, "flops", id="no rate"),
         pytest.param({"flops": float("nan")}, "flops", id="a rate that is no number"),
         pytest.param({"flops": float("inf")}, "flops", id="an infinite rate"),
+        pytest.param({"shape": ModelShape(float("inf"), 2, 8, 32)}, "shape", id="an infinite model"),
+        pytest.param({"shape": ModelShape(1e6, -2, 8, 32)}, "shape", id="a model of fewer layers than none"),
+        *(
+            pytest.param({"url": url}, "url", id=url)
+            for url in (
+                "http://127.0.0.1:99999",
+                "http://127.0.0.1:80a",
+                "http://127.0.0.1:0",
+                "http://[::1",
+                "http://gpu..07:8000",
+                "http://exa mple:80",
+                "http://",
+                "ftp://gpu-07:8000",
+                "gpu-07:8000",
+            )
+        ),
     ],
 )
 def test_a_description_that_must_not_be_registered_is_refused_and_the_field_named(agent, changes, word):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import httpx
 import pytest
 
 from tests.directory.stands import running_valkey
@@ -12,6 +13,7 @@ from tests.vllm.engines import RunningEngine, running_engines
 from tests.vllm.fleet import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    MODEL,
     AgentProcess,
     Answer,
     GatewayProcess,
@@ -118,3 +120,18 @@ def test_a_completions_text_and_token_ids_are_matched_alike(fleet: Fleet) -> Non
     assert second.engine == first.engine
     assert second.predicted_tokens == (second.prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     assert second.cached_tokens >= second.predicted_tokens
+
+
+def test_a_request_for_which_the_engine_reads_no_cache_is_predicted_none(fleet: Fleet) -> None:
+    prompt = document("margins", 60)
+    fleet.until_announced(ask(fleet.gateway.url, prompt, max_tokens=4))
+    for fields in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}):
+        answer = ask(fleet.gateway.url, prompt, max_tokens=4, **fields)
+        assert (answer.predicted_tokens, answer.cached_tokens) == (0, 0), fields
+    assert ask(fleet.gateway.url, prompt, max_tokens=4, echo=True).cached_tokens > 0
+
+
+def test_a_request_that_would_have_blocks_announced_twice_reaches_no_engine(fleet: Fleet) -> None:
+    body = {"model": MODEL, "prompt": "x", "vllm_xargs": {"kv_cache_report_mode": "full"}}
+    answer = httpx.post(f"{fleet.gateway.url}/v1/completions", json=body, timeout=30, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "vllm_xargs.kv_cache_report_mode")

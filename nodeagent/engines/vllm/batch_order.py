@@ -10,6 +10,8 @@ from enum import Enum, auto
 import xxhash
 
 REMEMBERED_BATCHES_MAX = 2**14
+SEQUENCE_MAX = 2**63 - 2
+"""vLLM numbers by 8 bytes with a sign; larger ones are no batch's, and wouldn't fit into a saved table."""
 
 
 class Place(Enum):

@@ -3,6 +3,7 @@
 Names are those of vLLM 0.32; a name that isn't there is a value that isn't known.
 """
 
+import math
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,12 +15,15 @@ SLEEP = "vllm:engine_sleep_state"
 PREFILL_SECONDS = "vllm:request_prefill_time_seconds_sum"
 PREFILL_TOKENS = "vllm:request_prefill_kv_computed_tokens_sum"
 METRICS_BYTES_MAX = 8 << 20
+SERIES_MAX = 1_024
+"""Of the series that are read: one for each rank and state."""
+REQUESTS_MAX = 2**31 - 1
 RATE_TOKENS_MIN = 256
 """A prefill rate is taken from at least so many tokens: shorter prompts tell of overhead."""
 
 
 class MetricsUnreadable(Exception):
-    """The text isn't Prometheus's."""
+    """The text isn't Prometheus's, or a number in it can't be true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +42,46 @@ class EngineMetrics:
 
 
 def read_metrics(text: str) -> EngineMetrics:
-    """The metrics in Prometheus's text, summed over an engine's series. Raises `MetricsUnreadable`."""
+    """The metrics in Prometheus's text, summed over an engine's series. Raises `MetricsUnreadable`, and nothing else.
+
+    Only lines of the series that are read are parsed: an engine may have thousands of others.
+    """
+    lines = [line for line in text.split("\n") if line.startswith(_READ)]
+    if len(lines) > SERIES_MAX:
+        raise MetricsUnreadable(f"more than {SERIES_MAX} series of one kind")
     sums: dict[str, float] = {}
     awake: list[float] = []
     try:
-        for family in text_string_to_metric_families(text):
-            if not family.name.startswith("vllm:"):
-                continue
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 if sample.name == SLEEP and sample.labels.get("sleep_state") == "awake":
                     awake.append(sample.value)
-                elif sample.name in (RUNNING, WAITING, KV_USE, PREFILL_SECONDS, PREFILL_TOKENS):
-                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    except (ValueError, IndexError, KeyError) as error:
+                elif sample.name in _SUMMED:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + float(sample.value)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise MetricsUnreadable(f"not Prometheus's text: {error}") from error
+    for name, value in sums.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise MetricsUnreadable(f"{name} is {value}")
     return EngineMetrics(
-        running=int(sums.get(RUNNING, 0)),
-        waiting=int(sums.get(WAITING, 0)),
+        running=_requests(sums, RUNNING),
+        waiting=_requests(sums, WAITING),
         kv_use=sums.get(KV_USE, 0.0),
         is_asleep=bool(awake) and not any(awake),
         prefill_s=sums.get(PREFILL_SECONDS, 0.0),
         prefill_tokens=sums.get(PREFILL_TOKENS, 0.0),
     )
+
+
+_SUMMED = (RUNNING, WAITING, KV_USE, PREFILL_SECONDS, PREFILL_TOKENS)
+_READ = (*_SUMMED, SLEEP)
+
+
+def _requests(sums: dict[str, float], name: str) -> int:
+    requests = sums.get(name, 0.0)
+    if requests > REQUESTS_MAX:
+        raise MetricsUnreadable(f"{name} is {requests}")
+    return int(requests)
 
 
 class PrefillRate:

@@ -13,11 +13,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from directory.chunks import pack_tokens
+from nodeagent.engines.vllm.payload_bound import is_bounded
 
 PAYLOAD_BYTES_MAX = 16 * 2**20
 EVENTS_MAX = 200_000
 BLOCK_TOKENS_MAX = 2**16
 HASH_BYTES_MAX = 64
+NUMBER_MAX = 2**31 - 1
+"""Of groups, ranks, windows and adapters."""
 GPU = "GPU"
 
 BlockHash: TypeAlias = int | bytes
@@ -89,8 +92,11 @@ class _Malformed(Exception):
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """The batch in `payload`. Never raises; bounds: `PAYLOAD_BYTES_MAX`, `EVENTS_MAX`, `BLOCK_TOKENS_MAX`."""
-    if len(payload) > PAYLOAD_BYTES_MAX:
+    """The batch in `payload`. Never raises.
+
+    Bounds: `PAYLOAD_BYTES_MAX`, `EVENTS_MAX`, `BLOCK_TOKENS_MAX`, `NUMBER_MAX`, and `is_bounded`'s.
+    """
+    if len(payload) > PAYLOAD_BYTES_MAX or not is_bounded(payload):
         return _unreadable("payload_too_large")
     try:
         ts, events, rank = _envelope(_DECODER.decode(payload))
@@ -211,7 +217,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _whole_or_none(value: Any) -> int | None:
-    if value is None or _is_whole(value):
+    if value is None or (_is_whole(value) and 0 <= value <= NUMBER_MAX):
         return value  # type: ignore[no-any-return]
     raise _Malformed
 

@@ -1,6 +1,7 @@
 """Resets a vLLM engine's prefix cache, so that the fleet knows at once: an idle one tells with its next step only."""
 
 import asyncio
+import json
 
 import httpx
 
@@ -9,6 +10,7 @@ from nodeagent.http_api import ResetOutcome
 from nodeagent.roster import Roster
 
 RESET_TIMEOUT_S = 10.0
+ANSWER_BYTES_MAX = 64 * 2**10
 
 
 async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) -> ResetOutcome:
@@ -18,11 +20,21 @@ async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) 
         return ResetOutcome.UNKNOWN
     try:
         async with asyncio.timeout(RESET_TIMEOUT_S), httpx.AsyncClient(timeout=None, trust_env=False) as http:
-            answer = await http.post(f"{engine.registration.url}/reset_prefix_cache")
-            is_done = answer.is_success and answer.json().get("success") is True
-    except (httpx.HTTPError, TimeoutError, ValueError, AttributeError, RecursionError):
+            is_done = await _has_reset(http, f"{engine.registration.url}/reset_prefix_cache")
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, AttributeError, RecursionError):
         return ResetOutcome.REFUSED
     if not is_done:
         return ResetOutcome.REFUSED
-    follower.was_reset(name)
+    await follower.was_reset(name)
     return ResetOutcome.DONE
+
+
+async def _has_reset(http: httpx.AsyncClient, url: str) -> bool:
+    """Whether the engine says so. Raises `httpx.HTTPError`, and what reading its answer as JSON raises."""
+    body = bytearray()
+    async with http.stream("POST", url, headers={"accept-encoding": "identity"}) as answer:
+        async for part in answer.aiter_raw():
+            body += part
+            if len(body) > ANSWER_BYTES_MAX:
+                return False
+        return answer.is_success and json.loads(body).get("success") is True

@@ -22,13 +22,22 @@ def staging_path(engine_id: str) -> str:
 
 def remove_staging_file(path: str, folder: Path = FOLDER) -> bool:
     """Remove what a dead engine left; returns whether it was there. Another's file, or no such file, is left alone."""
-    file = Path(path)
-    if file.parent != folder or not file.name.startswith(PREFIX) or file.suffix != ".mmap":
+    if own_file(path, folder) is None:
         return False
     with contextlib.suppress(OSError):
-        status = file.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-            file.unlink()
-            logger.info("the staging file of an engine that is gone is removed: %s", file.name)
-            return True
+        os.unlink(path)
+        logger.info("the staging file of an engine that is gone is removed: %s", Path(path).name)
+        return True
     return False
+
+
+def own_file(path: str, folder: Path) -> os.stat_result | None:
+    """The file's status where it is a staging file of our own, and no link; else None."""
+    file = Path(path)
+    if file.parent != folder or not file.name.startswith(PREFIX) or file.suffix != ".mmap":
+        return None
+    try:
+        status = file.lstat()
+    except (OSError, ValueError):  # ValueError: a zero byte in the name
+        return None
+    return status if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() else None

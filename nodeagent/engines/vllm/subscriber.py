@@ -24,7 +24,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from nodeagent.engines.vllm.batch_order import BatchOrder, Place
+from nodeagent.engines.vllm.batch_order import SEQUENCE_MAX, BatchOrder, Place
 from nodeagent.engines.vllm.events import PAYLOAD_BYTES_MAX, decode_batch
 from nodeagent.engines.vllm.gpu_table import GpuChanges, GpuTable
 from nodeagent.engines.vllm.saved_table import SavedTable, dump_table
@@ -39,7 +39,8 @@ DRAIN_BATCHES_MAX = 32
 RECONNECT_MIN_MS, RECONNECT_MAX_MS = 100, 2_000
 SEQUENCE_BYTES = 8
 REPLAY_END = b"\xff" * SEQUENCE_BYTES
-FAULT_PAUSE_S = 1.0
+FAULT_PAUSE_S, FAULT_PAUSE_MAX_S = 1.0, 30.0
+"""After a fault, then twice as long after each that follows soon."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class KvEventSubscriber:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.revision = 0
+        """Counts up whenever the table, or the place in the events that it stands for, may have changed."""
         self._source = source
         self._table = start.table
         self._order = BatchOrder(start.next_sequence, start.last_digest)
@@ -130,8 +133,11 @@ class KvEventSubscriber:
         return len(self._held)
 
     def dump(self, life: bytes) -> bytes | None:
-        """The table of the engine process `life`, to be loaded at the next start; None where it isn't to be trusted."""
-        if not self._is_synced or not self._order.last_digest:
+        """The table of the engine process `life`, to be loaded at the next start; None where it isn't to be trusted.
+
+        One that was loaded and isn't confirmed yet is dumped as it was: it will be confirmed, or not, at that start.
+        """
+        if not self._order.last_digest:
             return None
         return dump_table(SavedTable(self._table, self._order.next_sequence, self._order.last_digest), life)
 
@@ -141,7 +147,9 @@ class KvEventSubscriber:
 
     async def run(self) -> None:
         """Follow until cancelled."""
+        pause_s = FAULT_PAUSE_S
         while True:
+            began_at = self._clock()
             try:
                 with closing(self._open(zmq.SUB, LIVE_BATCHES_MAX)) as live:
                     live.setsockopt(zmq.SUBSCRIBE, self._source.topic.encode())
@@ -150,7 +158,10 @@ class KvEventSubscriber:
             except Exception:  # the edge of the loop: whatever it was, nothing that was known is trusted
                 logger.exception("following the KV events of %s met a fault", self._source.endpoint)
                 self._begin_anew()
-                await asyncio.sleep(FAULT_PAUSE_S)
+                if self._clock() - began_at > FAULT_PAUSE_MAX_S:
+                    pause_s = FAULT_PAUSE_S
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, FAULT_PAUSE_MAX_S)
 
     async def _listen(self, live: zmq.asyncio.Socket) -> None:
         self._needs_replay = True
@@ -172,7 +183,7 @@ class KvEventSubscriber:
         await asyncio.sleep(0)
 
     def _receive(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+        if len(frames) != 3 or not _is_sequence(frames[1]):
             self.counts["malformed_message"] += 1
         elif frames[0] != self._source.topic.encode():
             self.counts["other_topic"] += 1
@@ -226,6 +237,7 @@ class KvEventSubscriber:
             self._say_unknown("table_full")
 
     def _tell(self, changes: GpuChanges) -> None:
+        self.revision += 1
         if changes and self._is_synced:
             self._listener.changed(changes)
 
@@ -349,6 +361,9 @@ class KvEventSubscriber:
                 return _Replay.COMPLETE
             self._begin_life()  # nothing from the last batch on: the engine hasn't come as far
             return _Replay.AGAIN
+        if not _is_sequence(frames[-2]):
+            self.counts["malformed_message"] += 1
+            return None
         sequence, payload = int.from_bytes(frames[-2], "big"), frames[-1]
         if sequence < self._order.next_sequence:
             return self._repeated(sequence, payload)
@@ -380,3 +395,7 @@ class KvEventSubscriber:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MIN_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         return socket
+
+
+def _is_sequence(frame: bytes) -> bool:
+    return len(frame) == SEQUENCE_BYTES and int.from_bytes(frame, "big") <= SEQUENCE_MAX

@@ -1,6 +1,7 @@
 """vLLM's metrics, as captured from 0.32, and what is made of them."""
 
 import contextlib
+import math
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,41 @@ def test_an_engine_that_tells_nothing_of_itself_is_idle_and_awake() -> None:
 def test_whatever_is_served_is_metrics_or_unreadable(text: str) -> None:
     with contextlib.suppress(MetricsUnreadable):
         read_metrics(text)
+
+
+NAMES = st.sampled_from(
+    [
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:request_prefill_time_seconds_sum",
+        "vllm:engine_sleep_state",
+    ]
+)
+LABELS = st.sampled_from(["", '{engine="0"}', '{sleep_state="awake"}', "{", '{a="\\', '{a="}"}', "{}", "{,}"])
+VALUES = st.floats().map(str) | st.sampled_from(["NaN", "+Inf", "-Inf", "1e999", "1_0", "0x1", "", "é", "1 2 3"])
+
+
+@given(st.lists(st.builds("{}{} {}".format, NAMES, LABELS, VALUES | st.text(max_size=3)), max_size=4).map("\n".join))
+def test_whatever_number_or_label_is_served_is_a_bounded_load_or_unreadable(text: str) -> None:
+    with contextlib.suppress(MetricsUnreadable):
+        seen = read_metrics(text)
+        assert 0 <= seen.running < 2**31
+        assert 0 <= seen.waiting < 2**31
+        assert math.isfinite(seen.kv_use + seen.prefill_s + seen.prefill_tokens)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "1e300"])
+def test_a_number_that_cannot_be_true_is_unreadable(value: str) -> None:
+    with pytest.raises(MetricsUnreadable, match="num_requests_waiting"):
+        read_metrics(f"vllm:num_requests_running 1\nvllm:num_requests_waiting {value}\n")
+
+
+def test_series_are_bounded_and_those_that_are_not_read_cost_nothing() -> None:
+    others = "".join(f'vllm:other{{a="{number}"}} 1\n' for number in range(50_000))
+    assert read_metrics(others + "vllm:num_requests_running 2\n").running == 2
+    with pytest.raises(MetricsUnreadable, match="series"):
+        read_metrics("vllm:num_requests_running 2\n" * 2_000)
 
 
 def test_a_prefill_rate_needs_enough_tokens_and_survives_a_restart() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodeagent.engines.vllm import events as kv_events
+from nodeagent.engines.vllm import payload_bound
 from nodeagent.engines.vllm.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode_batch
 from tests.nodeagent.engines.vllm.recorded import SERVERS, as_array, as_map, payload, payloads, recorded, stored
 
@@ -135,6 +136,56 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "PAYLOAD_BYTES_MAX", 10)
     batch = decode_batch(payload(FULL))
     assert (batch.events, batch.skipped, batch.is_complete) == ((), {"payload_too_large": 1}, False)
+
+
+@pytest.mark.parametrize("field", ["group_idx", "lora_id", "kv_cache_spec_sliding_window"])
+@pytest.mark.parametrize("number", [-1, 2**31, 2**64 - 1])
+def test_numbers_that_an_engine_cannot_mean_are_malformed(field: str, number: int) -> None:
+    batch = decode_batch(payload(as_map(FULL) | {field: number}))
+    assert (batch.events, batch.skipped) == ((), {"malformed_event": 1})
+
+
+@pytest.mark.parametrize(
+    "part", [b"\x90", b"\x80", b"\xa0", b"\xa1x", b"\xd9\x00", b"\xd4\x00\x00"], ids=lambda part: part.hex()
+)
+def test_a_large_payload_of_tiny_parts_is_refused_before_it_is_decoded(
+    part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_DECODER", None)
+    count = 2 * payload_bound.PARTS_MAX
+    raw = b"\x93\xca\0\0\0\0\xdd" + count.to_bytes(4, "big") + part * count + b"\x00"
+    assert decode_batch(raw).skipped == {"payload_too_large": 1}
+
+
+def test_what_an_engine_sends_at_its_largest_is_counted_to_the_end_and_read() -> None:
+    tokens = [number * 7_919 % 150_000 for number in range(320_000)]
+    hashes = [number.to_bytes(4, "little") * 8 for number in range(20_000)]
+    store = as_map(stored(hashes, tokens))
+    batch = decode_batch(payload(store, *({"type": "BlockRemoved", "block_hashes": [each]} for each in hashes)))
+    assert (len(batch.events), batch.skipped) == (20_001, {})
+
+
+@given(st.recursive(ANYTHING, lambda inner: st.lists(inner, max_size=5), max_leaves=30))
+def test_parts_are_counted_as_they_are(value: Any) -> None:
+    def parts(each: Any) -> int:
+        if isinstance(each, dict):
+            return 1 + sum(parts(name) + parts(item) for name, item in each.items())
+        if isinstance(each, list):
+            return 1 + sum(map(parts, each))
+        return int((isinstance(each, str) and len(each.encode()) < 3) or isinstance(each, bytes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payload_bound, "UNCOUNTED_BYTES_MAX", -1)
+        for most, is_bounded in ((parts(value), True), (parts(value) - 1, not parts(value))):
+            patch.setattr(payload_bound, "PARTS_MAX", max(most, 0))
+            assert payload_bound.is_bounded(msgspec.msgpack.encode(value)) is is_bounded
+
+
+@given(st.binary(max_size=300))
+def test_counting_never_raises(raw: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payload_bound, "UNCOUNTED_BYTES_MAX", -1)
+        payload_bound.is_bounded(raw)
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc0", b"\x91" * 5000, b"\x93\x01\x02\x03", b"\xdd\xff\xff\xff\xff"], ids=repr)

@@ -1,66 +1,43 @@
 """A foreign engine beside a running agent: its `gpu` tier from its events, its chunks joined with their labels."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
-from msgspec.structs import replace
 
-from directory.chunks import chunk_keys, directory_key, foreign_storage_key, pack_tokens
 from directory.interface import Batch
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
-from nodeagent.client import ChunkClient, ChunkLabel, EngineHello, PutResult
+from nodeagent.client import PutResult
+from nodeagent.engines.vllm import follower as vllm_follower
 from nodeagent.engines.vllm.events import AllBlocksCleared
-from nodeagent.engines.vllm.follower import offload_key, process_life
-from tests.nodeagent.engines.vllm.publishing_engine import PublishingEngine, publishing
+from nodeagent.engines.vllm.process_life import process_life
+from nodeagent.engines.vllm.saved_table import load_table
+from tests.nodeagent.engines.vllm.attached import (
+    BLOCKS,
+    CHUNK_TOKENS,
+    DIGEST,
+    KEYS,
+    TOKENS,
+    TWO_CHUNKS,
+    followed,
+    hello_of,
+    names,
+    put,
+    soon,
+    tiers_of,
+)
+from tests.nodeagent.engines.vllm.publishing_engine import publishing
 from tests.nodeagent.engines.vllm.recorded import removed, stored
-from tests.nodeagent.running import WAIT_S, RunningAgent, connected, fast_clock, make_hello, payload, running_agent
-
-CHUNK_TOKENS = 16
-BLOCKS = [bytes([number]) * 32 for number in range(1, 5)]
-TOKENS = list(range(100, 100 + 2 * CHUNK_TOKENS))
-TWO_CHUNKS = stored(list(BLOCKS), TOKENS)
-"""Two chunks of two blocks each: the chunks' names are those of the second and the fourth block."""
-
-
-def hello_of(engine: PublishingEngine, **changes: Any) -> EngineHello:
-    return make_hello(events=replace(engine.source, block_tokens=CHUNK_TOKENS // 2), **changes)
-
-
-DIGEST = make_hello().identity.fleet_digest()
-KEYS = [directory_key(key) for key in chunk_keys(DIGEST, pack_tokens(TOKENS), CHUNK_TOKENS)]
-
-
-def names(index: int) -> bytes:
-    return foreign_storage_key(DIGEST, offload_key(BLOCKS[2 * index + 1]))
-
-
-def put(client: ChunkClient, index: int, data: str | None = None) -> PutResult:
-    return client.put(ChunkLabel(names(index), None, None, index), payload(data or f"chunk {index}"), WAIT_S)
-
-
-async def soon(holds: Callable[[], Any], what: str) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not await asyncio.to_thread(holds):
-            await asyncio.sleep(0.02)
-
-
-def tiers_of(agent: RunningAgent) -> list[int]:
-    return [agent.believed(key) for key in KEYS]
-
-
-@asynccontextmanager
-async def followed(
-    folder: Path, engine: PublishingEngine, **changes: Any
-) -> AsyncIterator[tuple[RunningAgent, ChunkClient]]:
-    with running_agent(folder, **changes) as agent:
-        with connected(agent.config.door, hello_of(engine)) as client:
-            yield agent, client
+from tests.nodeagent.running import (
+    WAIT_S,
+    RunningAgent,
+    connected,
+    fast_clock,
+    running_agent,
+)
 
 
 async def test_the_gpu_tier_is_what_the_events_say_and_not_what_the_door_says(tmp_path: Path) -> None:
@@ -138,10 +115,12 @@ async def test_a_flood_of_events_with_the_directory_stopped_is_drained_and_nothi
             engine.publish(stored([BLOCKS[1]], TOKENS[8:16], BLOCKS[0]), stored([BLOCKS[3]], TOKENS[24:], BLOCKS[2]))
         engine.publish(removed(BLOCKS[3]))
         follower = agent.agent._follower
-        await soon(lambda: follower._subscribers["engine-1"].next_sequence == engine.next, "the socket is drained")
+        await soon(
+            lambda: follower._followed["engine-1"].subscriber.next_sequence == engine.next, "the socket is drained"
+        )
         status = agent.status()["engines"][0]
         assert status["pending_keys"] <= 2 * len(KEYS), "what is in flight, and the newest"
-        assert (status["gpu_chunks"], follower._subscribers["engine-1"].held_batches) == (1, 0)
+        assert (status["gpu_chunks"], follower._followed["engine-1"].subscriber.held_batches) == (1, 0)
         directory.is_stopped = False
         await soon(lambda: tiers_of(agent) == [Tier.GPU, 0], "the newest state")
 
@@ -167,6 +146,54 @@ async def test_an_agent_that_restarts_knows_what_prefix_hits_do_not_tell(tmp_pat
         async with followed(tmp_path, engine, directory=directory) as (agent, _):
             await soon(lambda: tiers_of(agent) == [Tier.GPU, 0], "the saved table, and the event since")
             assert agent.metric("warmroute_degraded_total", reason="gpu_unknown") == 0
+
+
+def saved_in(agent: RunningAgent) -> bytes | None:
+    files = list(agent.config.state.glob("*.gpu"))
+    return files[0].read_bytes() if files else None
+
+
+async def test_a_reset_is_on_disk_before_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an agent that is killed then doesn't claim again what an idle engine says nothing of."""
+    monkeypatch.setattr(vllm_follower, "SAVE_INTERVAL_S", 0.1)
+    async with publishing() as engine:
+        directory = MemoryDirectory(fast_clock)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await engine.listened_to()
+            engine.publish(TWO_CHUNKS)
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+            await soon(lambda: saved_in(agent), "the save")
+            monkeypatch.setattr(vllm_follower, "SAVE_INTERVAL_S", 1e6)
+            follower = agent.agent._follower
+            await asyncio.to_thread(lambda: agent.call(follower.was_reset("engine-1")))
+            killed = saved_in(agent)
+        (path,) = agent.config.state.glob("*.gpu")
+        assert killed is not None
+        path.write_bytes(killed)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await soon(lambda: agent.status()["engines"][0]["gpu_is_known"], "it is in step")
+            assert tiers_of(agent) == [0, 0]
+            assert agent.status()["engines"][0]["gpu_chunks"] == 0
+
+
+async def test_a_saved_table_outlives_an_agent_that_never_came_into_step(tmp_path: Path) -> None:
+    async with publishing() as engine:
+        directory = MemoryDirectory(fast_clock)
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await engine.listened_to()
+            engine.publish(TWO_CHUNKS)
+            await soon(lambda: tiers_of(agent) == [Tier.GPU, Tier.GPU], "both chunks in gpu")
+        engine.buffer.clear()  # nothing is repeated but to whoever has what was saved
+        engine.publish()
+        engine.is_replay_mute = True
+        async with followed(tmp_path, engine, directory=directory) as (agent, _):
+            await soon(lambda: len(engine.requests) > 1, "it asks, and isn't answered")
+        data = saved_in(agent)
+        assert data is not None
+        life = process_life(os.getpid())
+        saved = load_table(data, life=life, fleet_digest=DIGEST, chunk_tokens=CHUNK_TOKENS, adapters={}.get)
+        assert saved is not None
+        assert saved.table.held == set(KEYS)
 
 
 async def test_a_gap_that_the_engine_cannot_close_leaves_nothing_claimed(tmp_path: Path) -> None:
@@ -213,8 +240,6 @@ async def test_metrics_reach_the_registration_and_sleep_empties_the_gpu_tier(tmp
 
 
 def test_a_life_is_one_processs() -> None:
-    import os
-
     assert process_life(os.getpid()) == process_life(os.getpid())
     assert process_life(os.getpid()) != process_life(os.getppid())
     assert process_life(2**22 + 1) != process_life(2**22 + 1), "an unknown process is nobody's"

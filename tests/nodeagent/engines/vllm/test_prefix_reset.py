@@ -25,7 +25,7 @@ class Followed:
     def __init__(self) -> None:
         self.reset: list[str] = []
 
-    def was_reset(self, engine: str) -> None:
+    async def was_reset(self, engine: str) -> None:
         self.reset.append(engine)
 
 
@@ -72,8 +72,9 @@ async def test_an_engine_that_has_reset_itself_holds_nothing_at_once() -> None:
         (200, DEEP),
         (404, '{"success": true}'),
         (500, "trouble"),
+        (200, '{"success": true' + " " * 100_000 + "}"),
     ],
-    ids=["busy", "no truth", "nothing", "a list", "no JSON", "deep", "no such route", "broken"],
+    ids=["busy", "no truth", "nothing", "a list", "no JSON", "deep", "no such route", "broken", "endless"],
 )
 async def test_whatever_else_it_answers_its_table_stays(status: int, body: str) -> None:
     async def answer(request: web.Request) -> web.Response:
