@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +37,20 @@ def model_folder() -> Path:
 
 def python_of_vllm() -> str:
     return str(installation().python)
+
+
+@contextlib.contextmanager
+def models_folder() -> Iterator[Path]:
+    """For models that a test makes: a place where nobody else changes the folders above, as for models that are served.
+
+    The temporary folders of pytest get entries whenever anybody tests, and an engine couldn't tell that from a move.
+    """
+    place = Path(tempfile.mkdtemp(prefix="test-", dir=model_folder().parent))
+    try:
+        (place / "models").mkdir()
+        yield place / "models"
+    finally:
+        shutil.rmtree(place)
 
 
 class RunningEngine:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.directory.stands import running_valkey
-from tests.vllm.engines import RunningEngine, model_folder, python_of_vllm, running_engines
+from tests.vllm.engines import RunningEngine, model_folder, models_folder, python_of_vllm, running_engines
 from tests.vllm.fleet import CHUNK_TOKENS, AgentProcess, ask, document, reset
 from tests.warmroute.fleets import until
 
@@ -36,7 +36,11 @@ class Host:
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two engines: one whose weights will change, and one whose model is a link that is turned at once."""
-    folder, models = tmp_path_factory.mktemp("v"), tmp_path_factory.mktemp("m")
+    with models_folder() as models:
+        yield from started(tmp_path_factory.mktemp("v"), models)
+
+
+def started(folder: Path, models: Path) -> Iterator[Host]:
     living, first, other = models / "living", models / "first", models / "other.safetensors"
     for copy in (living, first):
         shutil.copytree(model_folder(), copy)

@@ -5,11 +5,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.directory.stands import running_valkey
-from tests.vllm.engines import RunningEngine, model_folder, python_of_vllm, running_engines
+from tests.vllm.engines import RunningEngine, model_folder, models_folder, python_of_vllm, running_engines
 from tests.vllm.fleet import CHUNK_TOKENS, MODEL, AgentProcess, ask, document, reset
 from tests.warmroute.fleets import until
 
@@ -50,8 +51,13 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    folder = tmp_path_factory.mktemp("v")
-    adapter, tuned = folder / "adapter", folder / "tuned"
+    with models_folder() as models:
+        yield from started(tmp_path_factory.mktemp("v"), models)
+
+
+def started(folder: Path, models: Path) -> Iterator[Host]:
+    """Two engines on one host: of the model, and of another under its name that has an adapter."""
+    adapter, tuned = folder / "adapter", models / "tuned"
     adapter.mkdir()
     shutil.copytree(model_folder(), tuned)
     subprocess.run([python_of_vllm(), "-c", ADAPTER, str(tuned), str(adapter)], check=True)
