@@ -175,7 +175,7 @@ end
 
 local function drop_old_rows(table_key, now, remembered_ms)
   local swept_ms = tonumber(redis.call('HGET', table_key, 'swept') or '0')
-  if now - swept_ms < SWEEP_INTERVAL_MS then
+  if swept_ms <= now and now - swept_ms < SWEEP_INTERVAL_MS then
     return
   end
   for _, field in ipairs(redis.call('HKEYS', table_key)) do

@@ -19,13 +19,15 @@ from directory.tiers import Tier
 
 INCARNATION_BYTES = 8
 TERM_S = 5.0
+TERM_MAX_S = 60.0
+"""No writer may ask for a longer term: readers take more for a clock that went back."""
 RENEW_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.5
 REMEMBERED_S = 600.0
 """How long a retired or lapsed incarnation stays in the table, and how long a partition remembers one that it doesn't
 hear of: after that its name is no longer refused, and its holders go from the records that are written."""
 
-DECODED_MAX = 4096
+DECODED_MAX = 32_768
 """Registrations kept decoded: a thousand hosts with engines and walks; decoding them would be 7% of a core."""
 
 TEXT_CHARS_MAX = 4096

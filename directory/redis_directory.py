@@ -46,6 +46,9 @@ __all__ = ["CALL_TIMEOUT_S", "CONNECTIONS_MAX", "FIRST_STEP_KEYS", "RedisDirecto
 FIRST_STEP_KEYS = 256
 """A lookup of more keys asks in steps that double from here, and stops at the first key that nobody holds."""
 
+ROWS_AT_ONCE = 64
+"""Rows of the fleet's table that are decoded before the event loop may do something else."""
+
 TASKS_MAX = 16384
 """Calls begun and not ended, of all servers together; each server has a bound of its own as well."""
 
@@ -135,7 +138,7 @@ class RedisDirectory:
                     f"the fleet on this server registers under schema {other_version.decode(errors='replace')}, "
                     f"and this reader knows {schema.VERSION} only"
                 )
-            return _united(self._readable(rows, elapsed_s))
+            return _united(await self._readable(rows, elapsed_s))
 
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
@@ -286,13 +289,15 @@ class RedisDirectory:
         if not task.cancelled():
             task.exception()  # Seen by the caller, or by nobody any more: then asyncio must not report it.
 
-    def _readable(self, rows: Sequence[Any], elapsed_s: float) -> tuple[Member, ...]:
+    async def _readable(self, rows: Sequence[Any], elapsed_s: float) -> tuple[Member, ...]:
         """The rows that can be read, counted down from when the poll was sent; others are said once and left out.
 
-        A load that can't be read costs its rates only: the engine itself may serve.
+        A load that can't be read costs its rates only: the engine itself may serve. Lookups go on meanwhile.
         """
         members, unreadable = [], set()
-        for incarnation, registration, load, remaining_ms, retired in rows:
+        for number, (incarnation, registration, load, remaining_ms, retired) in enumerate(rows, 1):
+            if number % ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 decoded = decode_registration(registration)
                 remaining_s = remaining_ms / 1000 - elapsed_s

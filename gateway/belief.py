@@ -15,7 +15,7 @@ here: every method is told the time, in monotonic seconds.
 
 from collections.abc import Sequence
 
-from directory.members import POLL_INTERVAL_S, RENEW_INTERVAL_S, TERM_S, Member
+from directory.members import POLL_INTERVAL_S, RENEW_INTERVAL_S, TERM_MAX_S, TERM_S, Member
 
 
 class Belief:
@@ -35,7 +35,7 @@ class Belief:
         """A table arrived at `now`, its remaining seconds counted down to that moment."""
         since = (now - TERM_S if self._read_at is None else self._read_at) - RENEW_INTERVAL_S
         until = now + POLL_INTERVAL_S
-        self._ends = {each.incarnation: now + each.remaining_s for each in members if not each.retired}
+        self._ends = {each.incarnation: now + _left_s(each) for each in members if not each.retired}
         self._excused &= {life for life, end in self._ends.items() if end <= now}
         overdue = {life for life, end in self._ends.items() if since < end <= until}
         if len(overdue) > sum(end > until for end in self._ends.values()):
@@ -71,3 +71,8 @@ class Belief:
         if life in self._kept and self._read_at is not None:
             return max(end, self._read_at + TERM_S)
         return end
+
+
+def _left_s(member: Member) -> float:
+    """What is left of a term. More than any term is a dead writer's row after the server's clock went back."""
+    return member.remaining_s if member.remaining_s <= TERM_MAX_S else 0.0

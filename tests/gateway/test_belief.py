@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from directory.members import POLL_INTERVAL_S, RENEW_INTERVAL_S, TERM_S, HostRegistration, Load, Member
+from directory.members import (
+    POLL_INTERVAL_S,
+    RENEW_INTERVAL_S,
+    TERM_MAX_S,
+    TERM_S,
+    HostRegistration,
+    Load,
+    Member,
+)
 from gateway.belief import Belief
 from tests.directory.fleet_samples import incarnation
 
@@ -28,6 +36,13 @@ def test_what_a_life_has_left_counts_down_between_tables() -> None:
     assert belief.changes_at(100.1) == 100.2
     assert belief.lives(100.2) == {B, C}
     assert belief.excused(100.2) == 0
+
+
+def test_a_life_that_has_more_left_than_any_term_is_dead_and_the_servers_clock_went_back() -> None:
+    belief = Belief()
+    for now in (100, 100.5, 200):
+        belief.read([row(A, 3593), row(B, 5), row(C, TERM_MAX_S)], now)
+        assert belief.lives(now + 0.1) == {B, C}
 
 
 def test_a_table_that_cant_be_read_is_kept_for_one_more_term() -> None:

@@ -44,6 +44,9 @@ class FaultyDirectory:
         self.is_down = False
         self.is_full = False
         """Whether it takes no placements."""
+        self.has_no_room_for_functions = False
+        """Whether it refuses removals as well: full, and without its functions."""
+        self.writes = 0
         self.is_mute = False
         """Whether registrations are taken without an answer."""
         self.down: set[int] = set()
@@ -104,7 +107,9 @@ class FaultyDirectory:
             raise DirectoryUnavailable("slow")
         if fault == "bug":
             raise RuntimeError("a fault that no docstring names")
-        if (self.is_full or fault == "full") and any(mask for _, mask in batch.states):
+        self.writes += 1
+        has_placements = any(mask for _, mask in batch.states)
+        if self.has_no_room_for_functions or ((self.is_full or fault == "full") and has_placements):
             raise DirectoryFull("full")
         held = await apply(batch)
         self.sent.append(batch)

@@ -63,6 +63,22 @@ async def test_a_batch_whose_fate_is_unknown_goes_out_again_with_the_newest_stat
         assert stage.publisher.is_settled
 
 
+async def test_removals_that_a_full_directory_refuses_are_tried_ever_more_rarely():
+    async with staged() as stage:
+        for number in range(64):
+            stage.publisher.record(key(number), DRAM)
+        await stage.time.advance(5)
+        stage.directory.has_no_room_for_functions = True
+        for number in range(64):
+            stage.publisher.record(key(number), 0)
+        before = stage.directory.writes
+        await stage.time.advance(20)
+        assert stage.directory.writes - before < 16 * 20
+        stage.directory.has_no_room_for_functions = False
+        await stage.time.advance(10)
+        assert not any([await stage.believed(number) for number in range(64)])
+
+
 async def test_a_full_directory_takes_removals_and_later_the_placements():
     async with staged() as stage:
         stage.publisher.record(key(1), DRAM)
