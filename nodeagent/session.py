@@ -152,9 +152,12 @@ class Session:
                         await self._handle(message, engine, holder, group)
                 finally:
                     offer.cancel()
-        except* (DoorProtocolError, OSError, TimeoutError, asyncio.IncompleteReadError) as errors:
-            first: BaseException = errors
-            while isinstance(first, BaseExceptionGroup):
+        except ExceptionGroup as errors:
+            ends, bugs = errors.split((DoorProtocolError, OSError, TimeoutError, asyncio.IncompleteReadError))
+            if bugs is not None or ends is None:
+                raise
+            first: Exception = ends
+            while isinstance(first, ExceptionGroup):
                 first = first.exceptions[0]
             raise first from None
 

@@ -39,6 +39,7 @@ class FileWriter:
         self._metrics = metrics
         self._labels: dict[bytes, None] = {}
         self._writes: dict[bytes, Hierarchy] = {}
+        self._writing: bytes | None = None
 
     @property
     def queued_writes(self) -> int:
@@ -63,7 +64,7 @@ class FileWriter:
 
     def offer(self, hierarchy: Hierarchy, key: bytes) -> None:
         """Queue a chunk that is in DRAM to be written. Never waits: what can't be queued is counted."""
-        if self._drive.index.get(key) is not None or key in self._writes:
+        if self._drive.index.get(key) is not None or key in self._writes or key == self._writing:
             return
         if not self._drive.is_up:
             self._refuse("nvme_quarantined")
@@ -104,8 +105,11 @@ class FileWriter:
             key, _ = self._labels.popitem()
             await self._write_label(key)
         elif self._writes:
-            key = next(iter(self._writes))
-            await self._write(self._writes.pop(key), key)
+            self._writing = key = next(iter(self._writes))
+            try:
+                await self._write(self._writes.pop(key), key)
+            finally:
+                self._writing = None
         else:
             return False
         self._drive.account()

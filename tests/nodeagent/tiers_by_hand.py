@@ -237,7 +237,8 @@ class Host:
 
     def offer(self, hierarchy, key) -> None:
         """Count what the tier is asked to write and doesn't have, nor is about to write."""
-        self.offered += not self.nvme.holds(key) and key not in self.file_writer._writes
+        known = {*self.file_writer._writes, self.file_writer._writing}
+        self.offered += not self.nvme.holds(key) and key not in known
         NvmeTier.offer(self.nvme, hierarchy, key)
 
     def refused(self) -> dict[str, float]:
