@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 
 from directory.members import POLL_INTERVAL_S, TERM_S, HostRegistration, Load, draw_incarnation
-from directory.placements import unpack_holders
+from directory.placements import PARTITIONS, unpack_holders
 from directory.redis_directory import RedisDirectory
-from directory.redis_schema import REGISTRATIONS_KEY, record_key
+from directory.redis_schema import REGISTRATIONS_KEY, attempts_key, record_key
 from directory.tiers import Tier
 from gateway.lookup import ChunkChain
 from tests.directory.fleet_samples import batch
@@ -103,6 +103,11 @@ def forget(server: ServerProcess, lives: frozenset[bytes]) -> None:
         expires, retired = client.hget(REGISTRATIONS_KEY, b"t" + life).split(b":")
         moments = (int(moment) and int(moment) - FORGOTTEN_MS for moment in (expires, retired))
         client.hset(REGISTRATIONS_KEY, b"t" + life, ":".join(map(str, moments)))
+        for partition in range(PARTITIONS):
+            attempt = client.hget(attempts_key(partition), life)
+            if attempt is not None:
+                number, _, heard_ms = attempt.partition(b":")
+                client.hset(attempts_key(partition), life, number + b":%d" % (int(heard_ms) - FORGOTTEN_MS))
 
 
 async def until_bounded(directory: RedisDirectory) -> None:
