@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
+from directory.errors import DirectoryUnavailable
 from directory.placements import unpack_holders
 from directory.redis_directory import RedisDirectory
 from tests.directory_servers.agents import Agent
@@ -46,9 +47,15 @@ async def differences(directory: RedisDirectory, agents: Iterable[Agent], extra:
 async def until_equal(
     directory: RedisDirectory, agents: Sequence[Agent], extra: Sequence[bytes], bound_s: float
 ) -> None:
-    """Wait until there are no `differences`, at most `bound_s`. Agents must be at rest."""
+    """Wait until there are no `differences`, at most `bound_s`, answered or not. Agents must be at rest."""
     ends_at = time.monotonic() + bound_s
-    while found := await differences(directory, agents, extra):
+    while True:
+        try:
+            found = await differences(directory, agents, extra)
+        except DirectoryUnavailable as error:
+            found = [str(error)]
+        if not found:
+            return
         assert time.monotonic() < ends_at, found[:5]
         await asyncio.sleep(0.1)
 
