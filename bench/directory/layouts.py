@@ -13,7 +13,7 @@ import redis.asyncio
 from bench.directory.server import Server
 from directory import redis_schema
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.placements import PARTITIONS, PrefixMatch, Reach, matched_prefixes
+from directory.placements import PARTITIONS, PrefixMatch, ReachTable
 from directory.redis_directory import RedisDirectory
 
 DEADLINE_S = 30.0
@@ -73,7 +73,7 @@ class Layout(Protocol):
         """
         ...
 
-    async def lookup(self, keys: Sequence[bytes], reaches: Sequence[Reach]) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
         """Read the holders of a prompt's chunks, and how far each engine reaches."""
         ...
 
@@ -105,9 +105,9 @@ class PackedRecords:
     def settle(self, keys: Sequence[bytes], lookups: int) -> None:
         _settle(self._server, redis_schema.record_key, keys, lookups)
 
-    async def lookup(self, keys: Sequence[bytes], reaches: Sequence[Reach]) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
         found = await self.directory.lookup(keys, DEADLINE_S)
-        return matched_prefixes(found.records, reaches)
+        return reaches.match(found.records)
 
     async def aclose(self) -> None:
         await self.directory.aclose()
@@ -136,12 +136,12 @@ class HashPipeline(_Hashes):
     name = "hash, HGETALL pipeline"
     command = "hgetall"
 
-    async def lookup(self, keys: Sequence[bytes], reaches: Sequence[Reach]) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
             pipeline.execute_command("HGETALL", _hash_key(key))
         hashes: list[dict[bytes, bytes]] = await pipeline.execute()
-        return matched_prefixes([_packed(each.items()) for each in hashes], reaches)
+        return reaches.match([_packed(each.items()) for each in hashes])
 
 
 class HashLoop(_Hashes):
@@ -154,10 +154,10 @@ class HashLoop(_Hashes):
         super().__init__(server)
         self._script = server.client.script_load(_READ_HASHES)
 
-    async def lookup(self, keys: Sequence[bytes], reaches: Sequence[Reach]) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
         call: Any = self._client.evalsha(self._script, len(keys), *map(_hash_key, keys))
         rows: list[list[bytes]] = await call
-        return matched_prefixes([_packed(zip(row[::2], row[1::2], strict=True)) for row in rows], reaches)
+        return reaches.match([_packed(zip(row[::2], row[1::2], strict=True)) for row in rows])
 
 
 def _hash_key(key: bytes) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from bench.directory.layouts import Layout
 from bench.directory.prompts import Prompts, prompts_of
 from bench.directory.server import Server
-from directory.placements import Reach
+from directory.placements import Reach, ReachTable
 
 PACKED_TIMES = 4
 """Lookups of the first layout for each one of the others: it takes less time, and needs more for the same accuracy."""
@@ -61,6 +61,7 @@ class _Series:
     case: LookupCase
     layout: Layout
     reaches: tuple[Reach, ...]
+    table: ReachTable
     turns: Iterator[tuple[bytes, ...]]
     server_us: list[float] = field(default_factory=list)
     command_us: list[float] = field(default_factory=list)
@@ -90,7 +91,7 @@ async def measure_prompts(
 ) -> list[LookupRow]:
     """Look up prompts that are loaded. Exits where a layout finds something else than all of them."""
     series = {
-        (case, layout.name): _Series(case, layout, each.reaches, itertools.cycle(each.keys))
+        (case, layout.name): _Series(case, layout, each.reaches, ReachTable(each.reaches), itertools.cycle(each.keys))
         for case, each in prompts.items()
         for layout in layouts
     }
@@ -111,7 +112,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 async def _check(series: _Series) -> None:
     """Also warms connections up. A layout that answers wrongly has no cost worth telling."""
     keys = next(series.turns)
-    found = await series.layout.lookup(keys, series.reaches)
+    found = await series.layout.lookup(keys, series.table)
     reached = {engine: match.chunks for engine, match in found.items()}
     if reached != {reach.engine: len(keys) for reach in series.reaches}:
         raise SystemExit(f"{series.layout.name} finds something else than what was loaded for {series.case}")
@@ -122,7 +123,7 @@ async def _measure(server: Server, series: _Series, lookups: int) -> None:
     busy_at = time.thread_time()
     for keys in itertools.islice(series.turns, lookups):
         started_at = time.perf_counter()
-        await series.layout.lookup(keys, series.reaches)
+        await series.layout.lookup(keys, series.table)
         series.waits_us.append((time.perf_counter() - started_at) * 1e6)
     gateway_s = time.thread_time() - busy_at
     spent = server.spent_between(before, server.spent())
