@@ -197,6 +197,7 @@ class ChunkClient:
                     label.position,
                     length,
                     checksum,
+                    label.salt_tag,
                 ),
                 timeout_s,
             )

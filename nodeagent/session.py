@@ -269,7 +269,7 @@ class Session:
         if message.parent == message.storage_key:
             raise DoorProtocolError("a chunk can't be its own parent")
         label = self._tier.labels.complete(
-            ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position)
+            ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position, message.salt_tag)
         )
         on_disk = self._lower.meet(label, message.length, message.checksum)
         if on_disk is PutOutcome.CONFLICT:

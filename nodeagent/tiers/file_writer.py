@@ -195,7 +195,7 @@ class FileWriter:
         return self._drive.store.may_write(file_bytes(entry.length))
 
     def _learn(self, known: NvmeEntry, label: ChunkLabel) -> None:
-        if known.label.directory_key is None and label.directory_key is not None:
+        if label.adds_to(known.label):
             self._drive.index.set_label(known, label)
             self._queue_label(label.storage_key)
 

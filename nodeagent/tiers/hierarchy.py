@@ -262,9 +262,12 @@ class Hierarchy:
     def learn(self, label: ChunkLabel) -> None:
         """A chunk's label has become known: it takes its place in its chain, and is announced."""
         entry = self._entries.get(label.storage_key)
-        if entry is None or entry.label.directory_key is not None or label.directory_key is None:
+        if entry is None or not label.adds_to(entry.label):
             return
+        is_announced = entry.label.directory_key is not None
         entry.label = label
+        if is_announced:
+            return
         self._policy.add(label.storage_key, label.parent, label.position)
         self._count_copy(label.directory_key)
 
@@ -327,9 +330,9 @@ class Hierarchy:
         """A put of a key that is held: the same bytes are welcome (and may bring the label), others are refused."""
         if (known.length, known.checksum) != (length, checksum):
             return PutOutcome.CONFLICT
-        if known.label.directory_key is None and label.directory_key is not None:
-            self.learn(label)
-        else:
+        is_announced = known.label.directory_key is not None
+        self.learn(label)
+        if is_announced or known.label.directory_key is None:
             self._report(known.label.directory_key)
             self._policy.touch(known.label.storage_key)
         return PutOutcome.HAVE

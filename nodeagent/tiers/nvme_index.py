@@ -22,6 +22,7 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
 from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
 from nodeagent.tiers.found_files import FoundFiles
+from nodeagent.tiers.interned import Interned
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
@@ -31,6 +32,9 @@ _HAS_DIRECTORY_KEY = 1
 _HAS_PARENT = 2
 _SERIAL_MASK = 0xFFFF_FFFF
 _USED_NOW = math.inf
+
+Origin = tuple[bytes, bytes | None]
+"""Whose bytes a chunk's are: the digest of its identity, and its salt's tag, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,14 @@ class NvmeIndex:
         self._directory_keys, self._checksums = bytearray(), bytearray()
         self._flags = bytearray()
         self._positions, self._lengths = array("Q"), array("Q")
-        self._identities, self._serials = array("I"), array("I")
+        self._origins, self._serials = array("I"), array("I")
         self._next_of_label = array("I")
         self._used_at_s = array("d")
         self._table = KeyTable(self._keys, STORAGE_KEY_BYTES)
         self._labels = KeyTable(self._directory_keys, DIRECTORY_KEY_BYTES)
         self._order = UseOrder()
         self._free = array("I")
-        self._identity_numbers: dict[bytes, int] = {}
-        self._known_identities: list[bytes] = []
+        self._known_origins: Interned[Origin] = Interned()
         self._count = 0
         self._new_serials = count(1)
         self._listed = FoundFiles()
@@ -202,6 +205,9 @@ class NvmeIndex:
         if row == NO_ROW or self._serials[row] != entry.serial:
             return
         self._forget_label(row)
+        identity, _ = self._known_origins.value(self._origins[row])
+        self._known_origins.give_back(self._origins[row])
+        self._origins[row] = self._known_origins.take((identity, label.salt_tag))
         self._write_label(row, label)
         self._note_label(row)
         self._touch(row)
@@ -273,7 +279,7 @@ class NvmeIndex:
         self._keys[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES] = label.storage_key
         self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES] = entry.checksum
         self._lengths[row] = entry.length
-        self._identities[row] = self._identity_number(entry.identity)
+        self._origins[row] = self._known_origins.take((entry.identity, label.salt_tag))
         self._serials[row] = next(self._new_serials) & _SERIAL_MASK
         self._used_at_s[row] = _USED_NOW
         self._count += 1
@@ -292,7 +298,7 @@ class NvmeIndex:
             (self._flags, 1),
         ):
             column.extend(bytes(width))
-        for numbers in (self._positions, self._lengths, self._identities, self._serials):
+        for numbers in (self._positions, self._lengths, self._origins, self._serials):
             numbers.append(0)
         self._next_of_label.append(NO_ROW)
         self._used_at_s.append(_USED_NOW)
@@ -303,6 +309,7 @@ class NvmeIndex:
         self._order.remove(row)
         self._forget_label(row)
         self._table.remove(row)
+        self._known_origins.give_back(self._origins[row])
         self._serials[row] = 0
         self._free.append(row)
         self._count -= 1
@@ -349,13 +356,6 @@ class NvmeIndex:
         if self._flags[row] & _HAS_DIRECTORY_KEY:
             self._on_change(self._directory_key(row), int(Tier.NVME))
 
-    def _identity_number(self, identity: bytes) -> int:
-        number = self._identity_numbers.get(identity)
-        if number is None:
-            number = self._identity_numbers[identity] = len(self._known_identities)
-            self._known_identities.append(identity)
-        return number
-
     def _key(self, row: int) -> bytes:
         return bytes(self._keys[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
 
@@ -372,11 +372,12 @@ class NvmeIndex:
             self._directory_key(row) if flags & _HAS_DIRECTORY_KEY else None,
             self._parent(row) if flags & _HAS_PARENT else None,
             self._positions[row],
+            self._known_origins.value(self._origins[row])[1],
         )
 
     def _entry(self, row: int) -> NvmeEntry:
         checksum = bytes(self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES])
-        identity = self._known_identities[self._identities[row]]
+        identity, _ = self._known_origins.value(self._origins[row])
         return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row])
 
 
