@@ -8,6 +8,11 @@ AgentError
 ├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
 ├─ BudgetSpent         a drive may not be written any more for now: its endurance budget is used up
 ├─ PinsFull            more keys would be pinned than can be
+├─ ChunkForgotten      a chunk that was forgotten while it was being written: nothing of it is kept
+├─ TombstonesFull      more would have to be remembered of what is forgotten than can be; nothing was forgotten
+├─ TombstonesUnreadable  what a place says of what was forgotten can't be believed; its chunks aren't used
+├─ ForgetRefused       a request to forget that doesn't say what; nothing was forgotten
+├─ ForgetBusy          too many wait to have something forgotten; to be tried again
 ├─ DoorUnavailable     the door's socket can't be opened: a live agent listens there, or the path isn't usable
 ├─ DoorProtocolError   what came through the door isn't a message; the connection is closed, the agent lives
 └─ HelloRefused        an engine's description that must not be registered; its connection is told why
@@ -44,6 +49,26 @@ class BudgetSpent(AgentError):
 
 class PinsFull(AgentError):
     """No more keys can be pinned; the message says how many can."""
+
+
+class ChunkForgotten(AgentError):
+    """A chunk that was forgotten meanwhile."""
+
+
+class TombstonesFull(AgentError):
+    """No more can be remembered of what is forgotten; the message says what would do."""
+
+
+class TombstonesUnreadable(AgentError):
+    """Tombstones that aren't what they should be; the message says why."""
+
+
+class ForgetRefused(AgentError):
+    """A request to forget that can't be followed; the message says what would be right."""
+
+
+class ForgetBusy(AgentError):
+    """Too many requests to forget are under way."""
 
 
 class DoorUnavailable(AgentError):

@@ -44,7 +44,8 @@ class PutOutcome(enum.Enum):
 
     GRANTED: a slot is ours to fill. STORED: checked and indexed. HAVE: the same bytes are there already. BUSY: another
     put of this key is under way. CONFLICT: other bytes are there under this key. FULL: nothing can be evicted.
-    CORRUPT: the slot doesn't hold what was promised. REFUSED: too large, unknown, or no tier.
+    CORRUPT: the slot doesn't hold what was promised. REFUSED: too large, unknown, or no tier. FORGOTTEN: the chunk, or
+    one before it, was forgotten; clients are told REFUSED.
     """
 
     GRANTED = "granted"
@@ -55,6 +56,7 @@ class PutOutcome(enum.Enum):
     FULL = "full"
     CORRUPT = "corrupt"
     REFUSED = "refused"
+    FORGOTTEN = "forgotten"
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -308,7 +308,7 @@ class Session:
             logger.error("a put was refused: other bytes are stored under its key; an identity may be incomplete")
         if outcome not in (PutOutcome.GRANTED, PutOutcome.STORED, PutOutcome.HAVE):
             self._metrics.admission_refused.labels(outcome.value).inc()
-        return outcome
+        return PutOutcome.REFUSED if outcome is PutOutcome.FORGOTTEN else outcome
 
     async def _read_body(self) -> bytearray:
         return await self._read(body_length(await self._read(LENGTH_BYTES)))

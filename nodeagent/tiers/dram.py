@@ -15,11 +15,15 @@ from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena, slot_bytes_for
 from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
+from nodeagent.tiers.tombstones import Tombstones
 
 FREE_SLOTS_FRACTION = 50
 """One slot in so many is kept free in advance; an arena with fewer slots evicts on demand only."""
 VICTIMS_PER_STEP_MAX = 64
 CHECK_THREADS = 2
+CLEANED_PER_STEP_MAX = 8
+"""Slots that are taken to be zeroed at a time: as many fewer are free meanwhile."""
+ZEROS_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ class DramTier:
     gone, within a bound of its own; only the work-ahead eviction calls it. `group` holds the checks under way: one
     that has begun ends properly, whatever becomes of the connection that asked for it. `on_stored`, which may be set,
     hears the storage key of each chunk that a put has stored. `labels` are those that arrived apart from their chunks.
+    What `tombstones` forget isn't let in.
     """
 
     def __init__(
@@ -43,7 +48,9 @@ class DramTier:
         group: asyncio.TaskGroup,
         metrics: AgentMetrics,
         policy: str = "lru",
+        tombstones: Tombstones | None = None,
     ) -> None:
+        self.tombstones = tombstones if tombstones is not None else Tombstones()
         self.quota_bytes = quota_bytes
         self.hierarchy: Hierarchy | None = None
         self.labels = LabelBook()
@@ -55,6 +62,7 @@ class DramTier:
         self.on_stored: Callable[[bytes], None] = lambda _: None
         self._making = asyncio.Lock()
         self._free_low = asyncio.Event()
+        self._is_unclean = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
         metrics.bytes_limit.labels("dram").set(quota_bytes)
         metrics.bytes_used.labels("dram").set(0)
@@ -74,7 +82,8 @@ class DramTier:
             if self.hierarchy is None:
                 loop = asyncio.get_running_loop()
                 arena = await loop.run_in_executor(self._threads, Arena, self.quota_bytes, slot_bytes_for(chunk_bytes))
-                self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic)
+                policy = POLICIES[self._policy]()
+                self.hierarchy = Hierarchy(arena, policy, self._on_change, time.monotonic, self.tombstones)
         if chunk_bytes > self.hierarchy.arena.slot_bytes:
             raise TierUnavailable(
                 f"chunks of {chunk_bytes:,} bytes don't fit this host's slots of {self.hierarchy.arena.slot_bytes:,} "
@@ -90,6 +99,8 @@ class DramTier:
         self._metrics.bytes_used.labels("dram").set(arena.used_bytes)
         if arena.free_slots < arena.slots // FREE_SLOTS_FRACTION:
             self._free_low.set()
+        if arena.has_forgotten:
+            self._is_unclean.set()
 
     async def commit(self, holder: Hashable, number: int) -> PutOutcome:
         """Check a filled slot's own bytes, off the event loop, then index and announce the chunk."""
@@ -127,12 +138,34 @@ class DramTier:
             self._metrics.evictions.labels("dram", "quota").inc(len(victims))
             self.account()
 
+    async def keep_clean(self) -> None:
+        """Zero the slots of forgotten chunks as they are given back, until cancelled."""
+        while True:
+            await self._is_unclean.wait()
+            self._is_unclean.clear()
+            if self.hierarchy is not None:
+                await self._clean(self.hierarchy.arena, self.hierarchy.arena.take_forgotten)
+
+    async def clean(self) -> None:
+        """Zero the slots of forgotten chunks, and all free slots: those of chunks that were evicted before, too."""
+        if self.hierarchy is not None:
+            arena = self.hierarchy.arena
+            await self._clean(arena, arena.take_forgotten)
+            await self._clean(arena, arena.take_stale)
+
     async def close(self) -> None:
         """Wait for checks under way, then give the memory back."""
         await asyncio.to_thread(self._threads.shutdown)
         if self.hierarchy is not None:
             self.hierarchy.arena.close()
             self.hierarchy = None
+
+    async def _clean(self, arena: Arena, take: Callable[[int], list[int]]) -> None:
+        while slots := take(CLEANED_PER_STEP_MAX):
+            await asyncio.get_running_loop().run_in_executor(self._threads, _zero, arena, slots)
+            for slot in slots:
+                arena.free_cleaned(slot)
+            self.account()
 
     async def _finish(self, hierarchy: Hierarchy, reservation: Reservation) -> PutOutcome:
         checksum = await self._digest(hierarchy.arena, reservation.slot, reservation.length)
@@ -166,6 +199,15 @@ class DramTier:
 
     async def _digest(self, arena: Arena, slot: int, length: int) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+
+
+def _zero(arena: Arena, slots: Sequence[int]) -> None:
+    zeros = bytes(ZEROS_BYTES)
+    for slot in slots:
+        with arena.view(slot, arena.slot_bytes) as view:
+            for start in range(0, len(view), ZEROS_BYTES):
+                with view[start : start + ZEROS_BYTES] as part:
+                    part[:] = zeros[: len(part)]
 
 
 def _digest_of(arena: Arena, slot: int, length: int) -> bytes:

@@ -26,6 +26,7 @@ from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
 from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, ReadRate
 from nodeagent.tiers.room import NVME, Room
 from nodeagent.tiers.self_test import SelfTest
+from nodeagent.tiers.tombstones import Tombstones, load_tombstones
 from nodeagent.tiers.write_pause import WRITE_PAUSE_S, WritePause
 
 READ_THREADS = 4
@@ -60,10 +61,12 @@ class Drive:
         min_free_bytes: int | None = None,
         write_pause_s: float = WRITE_PAUSE_S,
         read_threads: int = READ_THREADS,
+        tombstones: Tombstones | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.store = store
+        self.tombstones = tombstones if tombstones is not None else Tombstones()
         self.quota_bytes = quota_bytes
         self.is_up = True
         self.failed = asyncio.Event()
@@ -229,6 +232,12 @@ class Drive:
         self.is_up, self.is_restoring = True, True
         self.failed.clear()
         self._metrics.drive_up.labels(self.name).set(1)
+
+    async def read_tombstones(self) -> None:
+        """Learn what was forgotten, before anything is indexed. Raises `OSError`, `DriveAway` or `AgentError`."""
+        data = await self.listing.do(self.store.read_tombstones)
+        if data is not None:
+            self.tombstones.merge(load_tombstones(data))
 
     async def close(self, running: asyncio.Task[None]) -> bool:
         """End the loop (`running`), which finishes the file in hand, then the threads, within `CLOSE_WAIT_MAX_S`.

@@ -22,6 +22,7 @@ from nodeagent.messages import OpenedSlot, PutOutcome
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import EvictionPolicy
+from nodeagent.tiers.tombstones import CUT_BYTES, Tombstones
 
 RESERVATION_S = 30.0
 """How long an unfinished put keeps others from putting the same key."""
@@ -31,7 +32,8 @@ RESERVATION_S = 30.0
 class Entry:
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
-    `identity` is the digest of the identity whose bytes these are.
+    `identity` is the digest of the identity whose bytes these are; `written_at_s` is the wall time at which its put
+    began. A forgotten chunk's slot is zeroed before it is used again.
     """
 
     label: ChunkLabel
@@ -42,6 +44,8 @@ class Entry:
     identity: bytes = UNKNOWN_IDENTITY
     references: int = 0
     is_indexed: bool = True
+    written_at_s: float = 0.0
+    is_forgotten: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +63,7 @@ class Reservation:
     identity: bytes = UNKNOWN_IDENTITY
     is_verifying: bool = False
     is_quarantined: bool = False
+    written_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Hierarchy:
     """Stored chunks, references and reservations of a host's DRAM arena.
 
     `on_change(directory key, tier mask)` hears every newest state, and hears it again when a chunk was used: it must
-    not wait. A mask of zero is heard before the bytes go.
+    not wait. A mask of zero is heard before the bytes go. What `tombstones` forget isn't let in.
     """
 
     def __init__(
@@ -99,8 +104,10 @@ class Hierarchy:
         policy: EvictionPolicy,
         on_change: Callable[[bytes, int], None],
         clock: Callable[[], float],
+        tombstones: Tombstones | None = None,
     ) -> None:
         self.arena = arena
+        self.tombstones = tombstones if tombstones is not None else Tombstones()
         self._policy = policy
         self._on_change = on_change
         self._clock = clock
@@ -185,7 +192,7 @@ class Hierarchy:
         if entry.is_indexed:
             self._held_entries -= 1
         else:
-            self.arena.free(entry.slot)
+            self.arena.free(entry.slot, is_forgotten=entry.is_forgotten)
 
     def close(self, holder: Hashable, references: Sequence[int]) -> list[HeldChunk]:
         """End references; those that are unknown or ended are ignored. Returns those that ended."""
@@ -210,6 +217,8 @@ class Hierarchy:
         """A slot to fill, or why not. Evicts one chunk where no slot is free; never waits."""
         if length > self.arena.slot_bytes:
             return Granted(PutOutcome.REFUSED)
+        if self._is_forgotten(label, identity):
+            return Granted(PutOutcome.FORGOTTEN)
         known = self._entries.get(label.storage_key)
         if known is not None:
             return Granted(self._meet(known, label, length, checksum))
@@ -227,6 +236,7 @@ class Hierarchy:
         reservation = Reservation(
             next(self._numbers), label, slot, generation, length, checksum, holder, self._clock(), identity
         )
+        reservation.written_at_s = self.tombstones.now()
         self._holds.setdefault(holder, _Holds()).reservations[reservation.number] = reservation
         self._puts[label.storage_key] = reservation
         return Granted(PutOutcome.GRANTED, reservation, len(victims))
@@ -244,6 +254,9 @@ class Hierarchy:
         """Index and announce the chunk, if its slot holds what was promised (`checksum` is of the slot itself)."""
         self._end_reservation(reservation)
         label = reservation.label
+        if self._is_forgotten(label, reservation.identity, reservation.written_at_s):
+            self.arena.free(reservation.slot, is_forgotten=True)
+            return PutOutcome.FORGOTTEN
         if checksum != reservation.checksum:
             self.arena.free(reservation.slot)
             return PutOutcome.CORRUPT
@@ -254,15 +267,22 @@ class Hierarchy:
         entry = Entry(
             label, reservation.slot, reservation.generation, reservation.length, checksum, reservation.identity
         )
+        entry.written_at_s = reservation.written_at_s
         self._entries[label.storage_key] = entry
         self._policy.add(label.storage_key, label.parent, label.position)
         self._count_copy(label.directory_key)
         return PutOutcome.STORED
 
     def learn(self, label: ChunkLabel) -> None:
-        """A chunk's label has become known: it takes its place in its chain, and is announced."""
+        """A chunk's label has become known: it takes its place in its chain, and is announced.
+
+        Or it is forgotten, where that is what its label says.
+        """
         entry = self._entries.get(label.storage_key)
         if entry is None or not label.adds_to(entry.label):
+            return
+        if self._is_forgotten(label, entry.identity, entry.written_at_s):
+            self.forget(entry)
             return
         is_announced = entry.label.directory_key is not None
         entry.label = label
@@ -277,7 +297,8 @@ class Hierarchy:
         reservation = holds.reservations.get(number) if holds is not None else None
         if reservation is not None and not reservation.is_verifying:
             self._end_reservation(reservation)
-            self.arena.free(reservation.slot)
+            is_forgotten = self._is_forgotten(reservation.label, reservation.identity, reservation.written_at_s)
+            self.arena.free(reservation.slot, is_forgotten=is_forgotten)
 
     def quarantine(self, holder: Hashable) -> None:
         """A holder's connection is lost: its slots stay, but its unfinished puts don't keep others away."""
@@ -324,7 +345,32 @@ class Hierarchy:
         if entry.references:
             self._held_entries -= 1
         else:
-            self.arena.free(entry.slot)
+            self.arena.free(entry.slot, is_forgotten=entry.is_forgotten)
+
+    def forget(self, entry: Entry) -> None:
+        """As `drop`; its slot is zeroed once nobody reads it, before it is used again."""
+        entry.is_forgotten = True
+        self.drop(entry)
+
+    def entries(self) -> list[Entry]:
+        """All chunks."""
+        return list(self._entries.values())
+
+    def forgotten_reservations(self) -> list[Reservation]:
+        """Puts and reads under way that will come to nothing."""
+        return [
+            each
+            for holds in self._holds.values()
+            for each in holds.reservations.values()
+            if self._is_forgotten(each.label, each.identity, each.written_at_s)
+        ]
+
+    def _is_forgotten(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> bool:
+        """Whether a chunk mustn't be held. What follows it mustn't, either."""
+        found = self.tombstones.find(label, identity, written_at_s)
+        if found is not None and not found.names_origin(identity, label.salt_tag):
+            self.tombstones.follow(found, label.storage_key[:CUT_BYTES])
+        return found is not None
 
     def _meet(self, known: Entry, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome:
         """A put of a key that is held: the same bytes are welcome (and may bring the label), others are refused."""

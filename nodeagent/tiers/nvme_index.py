@@ -20,6 +20,7 @@ from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
+from nodeagent.tiers.chains import HAS_DIRECTORY_KEY, HAS_PARENT, ChainAccount, Origin
 from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
 from nodeagent.tiers.found_files import FoundFiles
 from nodeagent.tiers.interned import Interned
@@ -28,13 +29,8 @@ from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
 
 REORDER_STEP_KEYS = 4_096
-_HAS_DIRECTORY_KEY = 1
-_HAS_PARENT = 2
 _SERIAL_MASK = 0xFFFF_FFFF
 _USED_NOW = math.inf
-
-Origin = tuple[bytes, bytes | None]
-"""Whose bytes a chunk's are: the digest of its identity, and its salt's tag, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +146,7 @@ class NvmeIndex:
     def directory_keys(self, first_row: int, rows_max: int) -> list[bytes]:
         """The labels in a stretch of the columns; one that several chunks have comes several times."""
         rows = range(first_row, min(first_row + rows_max, self.rows))
-        return [self._directory_key(row) for row in rows if self._flags[row] & _HAS_DIRECTORY_KEY]
+        return [self._directory_key(row) for row in rows if self._flags[row] & HAS_DIRECTORY_KEY]
 
     def entries(self) -> Iterator[NvmeEntry]:
         """All chunks, the oldest first. Nothing may change meanwhile."""
@@ -220,6 +216,15 @@ class NvmeIndex:
         self._delete(row)
         return True
 
+    def drop_rows(self, rows: Sequence[tuple[int, int]]) -> list[NvmeEntry]:
+        """Nobody finds these chunks (rows, and what serials they had) any more; their files' bytes stay counted."""
+        dropped = []
+        for row, serial in rows:
+            if self._serials[row] == serial:
+                dropped.append(self._entry(row))
+                self._delete(row)
+        return dropped
+
     def take_victims(self, size_bytes: int, count_max: int) -> list[NvmeEntry]:
         """Un-index the oldest chunks until their files hold `size_bytes`; report them gone. They stay counted."""
         victims: list[NvmeEntry] = []
@@ -229,6 +234,20 @@ class NvmeIndex:
             size_bytes -= victims[-1].size_bytes
             self._delete(row)
         return victims
+
+    def account_of_chains(self) -> ChainAccount:
+        """What `find_forgotten` needs."""
+        return ChainAccount(
+            self._keys[:],
+            self._parents[:],
+            self._directory_keys[:],
+            self._flags[:],
+            self._positions[:],
+            self._origins[:],
+            self._used_at_s[:],
+            self._serials[:],
+            {number: origin for origin, number in self._known_origins.items()},
+        )
 
     def account_of_use(self) -> UseAccount:
         """What `order_of_use` needs."""
@@ -262,7 +281,7 @@ class NvmeIndex:
             self._order.remove(row)
             self._order.add_newest(row)
             self._used_at_s[row] = _USED_NOW
-            if not self._flags[row] & _HAS_PARENT:
+            if not self._flags[row] & HAS_PARENT:
                 return
             above = self._table.find(self._parent(row))
             if above == NO_ROW or self._positions[above] != self._positions[row] - 1:
@@ -315,7 +334,7 @@ class NvmeIndex:
         self._count -= 1
 
     def _write_label(self, row: int, label: ChunkLabel) -> None:
-        flags = (label.directory_key is not None) * _HAS_DIRECTORY_KEY | (label.parent is not None) * _HAS_PARENT
+        flags = (label.directory_key is not None) * HAS_DIRECTORY_KEY | (label.parent is not None) * HAS_PARENT
         self._flags[row] = flags
         self._positions[row] = label.position
         start = row * STORAGE_KEY_BYTES
@@ -325,7 +344,7 @@ class NvmeIndex:
 
     def _note_label(self, row: int) -> None:
         """Rows of one label are a chain; the first of them is in the table."""
-        if not self._flags[row] & _HAS_DIRECTORY_KEY:
+        if not self._flags[row] & HAS_DIRECTORY_KEY:
             return
         first = self._labels.find(self._directory_key(row))
         if first == NO_ROW:
@@ -337,7 +356,7 @@ class NvmeIndex:
         self._report(row)
 
     def _forget_label(self, row: int) -> None:
-        if not self._flags[row] & _HAS_DIRECTORY_KEY:
+        if not self._flags[row] & HAS_DIRECTORY_KEY:
             return
         key, following = self._directory_key(row), self._next_of_label[row]
         before = self._labels.find(key)
@@ -349,11 +368,11 @@ class NvmeIndex:
             while self._next_of_label[before] != row:
                 before = self._next_of_label[before]
             self._next_of_label[before] = following
-        self._flags[row] &= ~_HAS_DIRECTORY_KEY
+        self._flags[row] &= ~HAS_DIRECTORY_KEY
         self._on_change(key, int(Tier.NVME) if self.has_label(key) else 0)
 
     def _report(self, row: int) -> None:
-        if self._flags[row] & _HAS_DIRECTORY_KEY:
+        if self._flags[row] & HAS_DIRECTORY_KEY:
             self._on_change(self._directory_key(row), int(Tier.NVME))
 
     def _key(self, row: int) -> bytes:
@@ -369,8 +388,8 @@ class NvmeIndex:
         flags = self._flags[row]
         return ChunkLabel(
             self._key(row),
-            self._directory_key(row) if flags & _HAS_DIRECTORY_KEY else None,
-            self._parent(row) if flags & _HAS_PARENT else None,
+            self._directory_key(row) if flags & HAS_DIRECTORY_KEY else None,
+            self._parent(row) if flags & HAS_PARENT else None,
             self._positions[row],
             self._known_origins.value(self._origins[row])[1],
         )
@@ -391,7 +410,7 @@ def order_of_use(account: UseAccount) -> OrderOfUse:
     live = array("I", (row for row, serial in enumerate(account.serials) if serial))
     rows = sorted_rows(live, positions.__getitem__)
     for row in reversed(rows):
-        if not account.flags[row] & _HAS_PARENT:
+        if not account.flags[row] & HAS_PARENT:
             continue
         parent = bytes(account.parents[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
         above = account.table.find(parent)

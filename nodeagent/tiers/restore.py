@@ -1,10 +1,10 @@
 """After a start: the files of a folder become a drive's index again, in the background, newest first.
 
-(1) The folder is listed, which removes leftovers and counts every byte; until then nothing is written. (2) Headers
-are read a batch at a time, at `FILES_PER_S`, and their chunks indexed and announced. (3) When all are read, they are
-put in the order of use. A file that can't be one of ours any more (bad, of another version, or encrypted with a key
-that isn't here) is removed: the quota counts it, and nobody could ever read it. Chunks of identities that no engine
-has now are kept, until they are the oldest.
+(1) What was forgotten is read, and meets every file that follows. (2) The folder is listed, which removes leftovers and
+counts every byte; until then nothing is written. (3) Headers are read a batch at a time, at `FILES_PER_S`, and their
+chunks indexed and announced. (4) When all are read, they are put in the order of use. A file that can't be one of ours
+any more (bad, of another version, or encrypted with a key that isn't here) is removed: the quota counts it, and nobody
+could ever read it. Chunks of identities that no engine has now are kept, until they are the oldest.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from nodeagent.tiers.file_store import Listing, Store
 from nodeagent.tiers.found_files import FoundFile
 from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, NvmeIndex, order_of_use
 from nodeagent.tiers.room import NVME
+from nodeagent.tiers.tombstones import CUT_BYTES
 
 FILES_PER_S = 2_000.0
 FILES_PER_BATCH = 200
@@ -34,6 +35,7 @@ async def restore(
 ) -> None:
     """Rebuild the drive's index, once. A folder that can't be listed is tried again; meanwhile nothing is written."""
     index = drive.index
+    await drive.read_tombstones()
     listing = await _list(drive, metrics, sleep)
     index.list_files(listing.files)
     drive.note_listed()
@@ -105,6 +107,10 @@ def _take(
     """Index a file's chunk, or have the file removed. One that was evicted or written anew meanwhile is passed by."""
     if index is not drive.index or not index.is_listed(found.name):
         return
+    if isinstance(verdict, FileHeader) and _is_forgotten(drive, verdict, found.modified_s):
+        metrics.evictions.labels(NVME, "forgotten").inc()
+        drive.doom_file(found.name, index.unlist(found.name))
+        return
     if isinstance(verdict, FileHeader):
         index.restore(verdict, found.modified_s)
         return
@@ -118,3 +124,11 @@ def _take(
     metrics.evictions.labels(NVME, reason).inc()
     logger.warning("a file of the nvme folder is removed: %s", verdict)
     drive.doom_file(found.name, index.unlist(found.name))
+
+
+def _is_forgotten(drive: Drive, header: FileHeader, modified_s: float) -> bool:
+    """Whether a file that was written then is of what was forgotten: its chunk is never indexed."""
+    tombstone = drive.tombstones.find(header.label, header.identity, modified_s)
+    if tombstone is not None and not tombstone.names_origin(header.identity, header.label.salt_tag):
+        drive.tombstones.follow(tombstone, header.label.storage_key[:CUT_BYTES])
+    return tombstone is not None
