@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fastapi import APIRouter
+
 from directory.interface import DirectoryWriter
 from directory.members import HostRegistration, Load
 from directory.redis_directory import RedisDirectory
@@ -21,6 +23,7 @@ from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
+from nodeagent.forget_parts import ForgetParts
 from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
@@ -98,6 +101,7 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
+        self._forgetting = ForgetParts(config, self._metrics, sleep)
         self._budgeted: list[BudgetedStore] = []
         self._nvme: NvmeTier | None = None
         self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
@@ -119,6 +123,7 @@ class Agent:
             self._host = self._host_publisher(listener)
             opened.callback(self._close_stores)
             await self._open_drives()
+            await self._forgetting.read(self._nvme)
             async with asyncio.TaskGroup() as group:
                 await self._run_in(group, listener, ready)
 
@@ -168,7 +173,12 @@ class Agent:
         host = self._host
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
+            self._config.dram.quota_bytes,
+            partial(host.record_in, Tier.DRAM),
+            withdrawn,
+            group,
+            self._metrics,
+            tombstones=self._forgetting.tombstones,
         )
         nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group)
@@ -181,8 +191,9 @@ class Agent:
             lambda peer: Session(peer, life, processes, roster, tier, self._lower, self._metrics),
         )
         door.open()
-        http = self._http(listener)
-        steady = (host.run(), tier.keep_free(), self._follower.clear_leftovers())
+        forget_api, forgetting = self._forgetting.begin(tier, roster, self._follower, host, withdrawn, group)
+        http = self._http(listener, forget_api)
+        steady = (host.run(), tier.keep_free(), self._follower.clear_leftovers(), *forgetting)
         loops = [group.create_task(each) for each in steady] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
@@ -224,7 +235,7 @@ class Agent:
             follow=self._follower,
         )
 
-    def _http(self, listener: socket.socket) -> HttpServer:
+    def _http(self, listener: socket.socket, forget_api: APIRouter) -> HttpServer:
         api = create_api(
             self._files,
             self._metrics.registry,
@@ -233,6 +244,8 @@ class Agent:
             self._lower.prefetch,
             partial(reset_prefix_cache, self._roster, self._follower),
             self._pins if self._nvme is not None else None,
+            forget_api,
+            self._forgetting.admin_token,
         )
         return HttpServer(api, listener)
 
@@ -252,6 +265,7 @@ class Agent:
                 name=str(each.path),
                 min_free_bytes=config.min_free_bytes,
                 read_threads=config.read_threads,
+                tombstones=self._forgetting.tombstones,
             )
             nvme.add(drive, FileWriter(drive, self._metrics))
 

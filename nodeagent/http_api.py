@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import enum
+import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 import uvicorn
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
@@ -53,15 +55,19 @@ def create_api(
     prefetch: Callable[[Sequence[bytes]], int],
     reset: Callable[[str], Awaitable[ResetOutcome]],
     pins: Pins | None,
+    forget_api: APIRouter | None = None,
+    admin_token: str | None = None,
 ) -> FastAPI:
     """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try.
 
     `reset` empties the prefix cache of the engine of that name. `pins` is there where there is a tier to write to.
+    With an `admin_token`, what changes anything but prefetch needs it.
     """
+    admins = [Depends(partial(_check_token, admin_token))]
     app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(ClientDisconnect)
-    async def forget(_: Request, __: ClientDisconnect) -> Response:
+    async def leave(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     @app.get("/healthz")
@@ -87,7 +93,7 @@ def create_api(
     async def prefetch_chunks(request: Request) -> dict[str, int]:
         return {"accepted": prefetch(await _read_keys(request))}
 
-    @app.post("/engines/{engine}/reset_prefix_cache")
+    @app.post("/engines/{engine}/reset_prefix_cache", dependencies=admins)
     async def reset_prefix_cache(engine: str) -> dict[str, str]:
         outcome = await reset(engine)
         if outcome is not ResetOutcome.DONE:
@@ -101,8 +107,16 @@ def create_api(
             raise HTTPException(404, "no attached engine has brought a file with this sha256")
         return Response(content, media_type="application/octet-stream")
 
-    app.include_router(_pins_api(pins))
+    app.include_router(_pins_api(pins), dependencies=admins)
+    if forget_api is not None:
+        app.include_router(forget_api, dependencies=admins)
     return app
+
+
+async def _check_token(token: str | None, request: Request) -> None:
+    given = request.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, "this needs the agent's admin token", {"www-authenticate": "Bearer"})
 
 
 def _pins_api(pins: Pins | None) -> APIRouter:
@@ -131,21 +145,22 @@ def _pins_api(pins: Pins | None) -> APIRouter:
     return router
 
 
-async def _bounded_body(request: Request) -> bytes:
+async def bounded_body(request: Request, bytes_max: int = BODY_BYTES_MAX) -> bytes:
+    """The request's body, whole. Raises `HTTPException` for one that is too large or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > BODY_BYTES_MAX:
-                    raise HTTPException(413, f"the body exceeds {BODY_BYTES_MAX} bytes")
+                if len(body) > bytes_max:
+                    raise HTTPException(413, f"the body exceeds {bytes_max} bytes")
     except TimeoutError:
         raise HTTPException(408, f"the body didn't arrive within {BODY_S:g} s") from None
     return bytes(body)
 
 
 async def _read_keys(request: Request) -> list[bytes]:
-    body = await _bounded_body(request)
+    body = await bounded_body(request)
     try:
         keys = msgspec.json.decode(body, type=KeysRequest).keys
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from directory.chunks import DIRECTORY_KEY_BYTES
+from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
 from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.tombstones import CUT_BYTES, Tombstone, Tombstones
@@ -36,6 +37,35 @@ class ChainAccount:
     used_at_s: "array[float]"
     serials: "array[int]"
     values: dict[int, Origin]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What `account_of` needs of one chunk. `written_at_s` is in wall time."""
+
+    label: ChunkLabel
+    identity: bytes
+    written_at_s: float
+
+
+def account_of(chunks: Sequence[Held]) -> ChainAccount:
+    """An account of chunks that aren't in columns; a chunk's row is its place, its serial 1."""
+    origins: dict[Origin, int] = {}
+    labels = [each.label for each in chunks]
+    return ChainAccount(
+        keys=bytearray(b"".join(label.storage_key for label in labels)),
+        parents=bytearray(b"".join(label.parent or bytes(STORAGE_KEY_BYTES) for label in labels)),
+        directory_keys=bytearray(b"".join(label.directory_key or bytes(DIRECTORY_KEY_BYTES) for label in labels)),
+        flags=bytearray(
+            (label.directory_key is not None) * HAS_DIRECTORY_KEY | (label.parent is not None) * HAS_PARENT
+            for label in labels
+        ),
+        positions=array("Q", (label.position for label in labels)),
+        origins=array("I", (origins.setdefault((each.identity, each.label.salt_tag), len(origins)) for each in chunks)),
+        used_at_s=array("d", (each.written_at_s for each in chunks)),
+        serials=array("I", [1]) * len(chunks),
+        values={number: origin for origin, number in origins.items()},
+    )
 
 
 @dataclass(slots=True)

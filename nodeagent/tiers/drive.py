@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nodeagent.errors import ChunkCorrupt, DriveAway
+from nodeagent.errors import ChunkCorrupt, DriveAway, TombstonesUnreadable
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import Withdrawn
@@ -26,6 +26,7 @@ from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
 from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, ReadRate
 from nodeagent.tiers.room import NVME, Room
 from nodeagent.tiers.self_test import SelfTest
+from nodeagent.tiers.tombstone_file import NAME
 from nodeagent.tiers.tombstones import Tombstones, load_tombstones
 from nodeagent.tiers.write_pause import WRITE_PAUSE_S, WritePause
 
@@ -236,8 +237,10 @@ class Drive:
     async def read_tombstones(self) -> None:
         """Learn what was forgotten, before anything is indexed. Raises `OSError`, `DriveAway` or `AgentError`."""
         data = await self.listing.do(self.store.read_tombstones)
-        if data is not None:
-            self.tombstones.merge(load_tombstones(data))
+        try:
+            self.tombstones.merge(load_tombstones(data) if data is not None else ())
+        except TombstonesUnreadable as error:
+            raise TombstonesUnreadable(f"what was forgotten can't be read from its {NAME}: {error}") from error
 
     async def close(self, running: asyncio.Task[None]) -> bool:
         """End the loop (`running`), which finishes the file in hand, then the threads, within `CLOSE_WAIT_MAX_S`.

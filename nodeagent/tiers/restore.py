@@ -131,4 +131,5 @@ def _is_forgotten(drive: Drive, header: FileHeader, modified_s: float) -> bool:
     tombstone = drive.tombstones.find(header.label, header.identity, modified_s)
     if tombstone is not None and not tombstone.names_origin(header.identity, header.label.salt_tag):
         drive.tombstones.follow(tombstone, header.label.storage_key[:CUT_BYTES])
+        drive.tombstones.is_grown = True
     return tombstone is not None

@@ -85,12 +85,14 @@ _DECODER = msgspec.msgpack.Decoder(list[_Saved])
 class Tombstones:
     """All tombstones of a host. Threads may ask `find`; everything else belongs to the event loop.
 
-    `revision` changes with every change.
+    `revision` changes with every change. `is_grown` is set where what is indexed already may be forgotten by now:
+    another copy of the book, or a file that was found, told more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, keys_max: int = KEYS_MAX) -> None:
         self.now = clock
         self.revision = 0
+        self.is_grown = False
         self._keys_max = keys_max
         self._keys = 0
         self._all: dict[bytes, Tombstone] = {}
@@ -197,6 +199,7 @@ class Tombstones:
                 for cut in other.followers - known.followers:
                     self.follow(known, cut)
                 more += 1
+        self.is_grown = self.is_grown or more > 0
         return more
 
     def dump(self) -> bytes:
