@@ -49,8 +49,9 @@ class Remains:
 
     `open_references`: engines are reading these; the slots are zeroed when they close. `files_unremoved`: the drive
     refuses; it is tried again, and they are never indexed. `drives_away` and `files_unread`: looked at when they are
-    back, or read, before anything of them is served. `salt_unknown` and `unlabelled`: chunks that stay because nothing
-    says of which salt they are, or what they are at all. `placements_pending`: the directory hasn't heard of all yet.
+    back, or read, before anything of them is served. `salt_unknown`, `unlabelled` and `unlinked`: chunks that stay
+    because nothing says of which salt they are, what they are at all, or what they follow (the chunk before them isn't
+    here). `placements_pending`: the directory hasn't heard of all yet.
     `engines`: engines' own memory isn't the agent's.
     """
 
@@ -60,6 +61,7 @@ class Remains:
     files_unread: int = 0
     salt_unknown: int = 0
     unlabelled: int = 0
+    unlinked: int = 0
     placements_pending: int = 0
     engines: list[EngineRemains] = field(default_factory=list)
 

@@ -210,6 +210,7 @@ class Forgetter:
             receipt.remains.files_unread = sum(index.listed_files for _, index in search.drives)
             receipt.remains.salt_unknown = search.found.salt_unknown
             receipt.remains.unlabelled = search.found.unlabelled
+            receipt.remains.unlinked = search.found.unlinked
             if not search.found.count:
                 break
             await self._keeper.save()

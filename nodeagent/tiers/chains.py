@@ -73,13 +73,15 @@ class Forgotten:
     """What was found: rows and their serials, by account.
 
     `followers` are storage keys (cut) of chunks that don't show by themselves what forgets them, and that. Of the
-    chunks that stay, `salt_unknown` counts those of an unknown salt, `unlabelled` those without any label.
+    chunks that stay, `salt_unknown` counts those of an unknown salt, `unlabelled` those without any label, `unlinked`
+    those after a chunk that isn't here: whether they follow what is forgotten can't be told.
     """
 
     rows: list[list[tuple[int, int]]]
     followers: dict[bytes, Tombstone] = field(default_factory=dict)
     salt_unknown: int = 0
     unlabelled: int = 0
+    unlinked: int = 0
 
     @property
     def count(self) -> int:
@@ -95,12 +97,16 @@ def find_forgotten(accounts: Sequence[ChainAccount], tombstones: Tombstones) -> 
     found = Forgotten([[] for _ in accounts])
     walks = [_Walk(account, tombstones) for account in accounts]
     matched: dict[bytes, Tombstone] = {}
+    above: tuple[int, set[bytes]] = (-1, set())
     while ahead := [walk.position for walk in walks if walk.is_ahead]:
-        level = [(number, row) for number, walk in enumerate(walks) for row in walk.take(min(ahead))]
+        position = min(ahead)
+        level = [(number, row) for number, walk in enumerate(walks) for row in walk.take(position)]
         for number, row in level:
             walks[number].match(row, matched)
+        parents = above[1] if above[0] == position - 1 else set()
         for number, row in level:
-            walks[number].settle(row, matched, found, found.rows[number])
+            walks[number].settle(row, matched, parents, found, found.rows[number])
+        above = (position, {walks[number].cut(row) for number, row in level})
     return found
 
 
@@ -142,11 +148,22 @@ class _Walk:
         if found is None:
             found = self._of_its_names(row, matched)
         if found is not None and (found.salt_tag is not None or not found.identities):
-            matched[self._cut(self._account.keys, row)] = found
+            matched[self.cut(row)] = found
 
-    def settle(self, row: int, matched: dict[bytes, Tombstone], found: Forgotten, rows: list[tuple[int, int]]) -> None:
-        """Take a chunk that is forgotten; count one that isn't."""
-        account, cut = self._account, self._cut(self._account.keys, row)
+    def cut(self, row: int) -> bytes:
+        """A chunk's storage key, cut."""
+        return self._cut(self._account.keys, row)
+
+    def settle(
+        self,
+        row: int,
+        matched: dict[bytes, Tombstone],
+        parents: set[bytes],
+        found: Forgotten,
+        rows: list[tuple[int, int]],
+    ) -> None:
+        """Take a chunk that is forgotten; count one that isn't. `parents` are the keys one position above."""
+        account, cut = self._account, self.cut(row)
         of_itself = self._of_itself(row)
         tombstone = of_itself or matched.get(cut)
         if tombstone is not None:
@@ -156,6 +173,8 @@ class _Walk:
             return
         found.salt_unknown += account.values[account.origins[row]][1] is None
         found.unlabelled += not account.flags[row] & HAS_DIRECTORY_KEY
+        if account.flags[row] & HAS_PARENT:
+            found.unlinked += self._cut(account.parents, row) not in parents
 
     def _of_itself(self, row: int) -> Tombstone | None:
         known = self._by_origin[self._account.origins[row]]
@@ -166,7 +185,7 @@ class _Walk:
         if account.flags[row] & HAS_DIRECTORY_KEY:
             start = row * DIRECTORY_KEY_BYTES
             names.append(book.of_directory_key(bytes(account.directory_keys[start : start + DIRECTORY_KEY_BYTES])))
-        names.append(book.of_follower(self._cut(account.keys, row)))
+        names.append(book.of_follower(self.cut(row)))
         if account.flags[row] & HAS_PARENT:
             parent = self._cut(account.parents, row)
             names += [matched.get(parent), book.of_follower(parent)]
