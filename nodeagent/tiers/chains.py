@@ -145,9 +145,10 @@ class _Walk:
         Where an identity is forgotten that isn't needed: copies and followers show the same.
         """
         found = self._of_itself(row)
-        if found is None:
-            found = self._of_its_names(row, matched)
-        if found is not None and (found.salt_tag is not None or not found.identities):
+        if found is not None and found.salt_tag is None:
+            return
+        found = found or self._of_its_names(row, matched)
+        if found is not None:
             matched[self.cut(row)] = found
 
     def cut(self, row: int) -> bytes:

@@ -214,7 +214,7 @@ class Tombstones:
                     b"".join(sorted(each.directory_keys)),
                     b"".join(sorted(each.followers)),
                 )
-                for each in self._all.values()
+                for each in sorted(self._all.values(), key=lambda each: each.number)
             ]
         )
         return _MAGIC + xxhash.xxh3_128_digest(body) + body
