@@ -60,7 +60,7 @@ class ForgetRequest:
     """What is to be forgotten. `by` is the way in which it was named.
 
     Identities and a salt's tag narrow each other; keys stand for themselves; all that follows goes, too.
-    `reset_engines` has foreign engines empty their own prefix caches.
+    `reset_engines` has engines empty their own prefix caches.
     """
 
     by: str

@@ -23,10 +23,12 @@ from directory.tiers import Tier
 from nodeagent.errors import AgentError, ForgetBusy, TombstonesFull
 from nodeagent.forget_receipt import EngineRemains, Receipt
 from nodeagent.forget_request import ForgetRequest
+from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.registration import Sleep
 from nodeagent.roster import Roster
 from nodeagent.tiers.chains import ChainAccount, Forgotten, Held, account_of, find_forgotten
+from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.dram import DramTier, Withdrawn
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
@@ -234,7 +236,7 @@ class Forgetter:
         drives = [(drive, drive.index) for drive in self._drives if drive.is_up]
         accounts = [index.account_of_chains() for _, index in drives]
         held = [Held(each.label, each.identity, each.written_at_s) for each in entries]
-        found = await asyncio.to_thread(_find, held, accounts, self._tombstones)
+        found = await asyncio.to_thread(_find, held, accounts, self._tombstones, self._dram.labels.labels())
         return _Search(entries, drives, found)
 
     async def _drop_in_dram(self, search: _Search, receipt: Receipt, keys: set[bytes], dropped: set[bytes]) -> None:
@@ -311,9 +313,8 @@ class Forgetter:
                 chunks = len(inventory) if is_named else 0
             else:
                 chunks = sum(1 for key in keys | request.directory_keys if inventory.mask(key))
-            is_reset = request.reset_engines and engine.events is not None
-            if chunks or is_reset:
-                reset = await self._reset(engine.name) if is_reset else None
+            if chunks or request.reset_engines:
+                reset = await self._reset(engine.name) if request.reset_engines else None
                 receipt.remains.engines.append(EngineRemains(engine.name, chunks, reset))
 
     async def _retry(self) -> None:
@@ -328,8 +329,12 @@ class Forgetter:
                 self._left[drive.name] = {name for name, _ in files if name in drive.room.stuck}
 
 
-def _find(held: Sequence[Held], accounts: Sequence[ChainAccount], tombstones: Tombstones) -> Forgotten:
-    return find_forgotten([account_of(held), *accounts], tombstones)
+def _find(
+    held: Sequence[Held], accounts: Sequence[ChainAccount], tombstones: Tombstones, labels: Sequence[ChunkLabel]
+) -> Forgotten:
+    """Labels that came apart from their chunks tell of chunks that aren't held what follows them."""
+    links = account_of([Held(label, UNKNOWN_IDENTITY, 0.0) for label in labels])
+    return find_forgotten([account_of(held), *accounts], tombstones, links)
 
 
 def _receipt(number: str, by: str, until_s: float) -> Receipt:

@@ -34,8 +34,8 @@ class ResetOutcome(enum.Enum):
     """What became of a reset."""
 
     DONE = "the engine's prefix cache is empty"
-    UNKNOWN = "no engine of that name, whose gpu tier is learned from events, is attached"
-    REFUSED = "the engine didn't reset its prefix cache; it must be idle, and vLLM started with VLLM_SERVER_DEV_MODE=1"
+    UNKNOWN = "no engine of that name is attached"
+    REFUSED = "the engine didn't reset its prefix cache; vLLM must be idle, and started with VLLM_SERVER_DEV_MODE=1"
 
 
 RESET_STATUS = {ResetOutcome.UNKNOWN: 404, ResetOutcome.REFUSED: 502}

@@ -31,7 +31,7 @@ class TombstoneKeeper:
         self._drives = drives
         self._metrics = metrics
         self._saved: dict[str, int] = {}
-        self._read_revision = 0
+        self._saving = asyncio.Lock()
 
     async def read(self) -> None:
         """At the start, before anything is indexed: what all places say. One that can't be read is asked again.
@@ -57,7 +57,6 @@ class TombstoneKeeper:
                     # Before it is indexed it is asked once more, and goes into quarantine if it doesn't say.
                     logger.warning("what was forgotten can't be read from %s: %s", drive.name, error)
         self._tombstones.is_grown = False
-        self._read_revision = self._tombstones.revision
 
     @property
     def is_current(self) -> bool:
@@ -66,15 +65,16 @@ class TombstoneKeeper:
 
     async def save(self) -> tuple[list[str], list[str]]:
         """Have every place keep all; returns the names of those that have them now, and of those that haven't."""
-        self._tombstones.sweep()
-        revision, data = self._tombstones.revision, self._tombstones.dump()
-        outdated = self._outdated()
-        results = await asyncio.gather(*(self._save_at(name, data) for name in outdated))
-        for name, is_kept in zip(outdated, results, strict=True):
-            if is_kept:
-                self._saved[name] = revision
-        kept = [name for name in self._places() if self._saved.get(name) == revision]
-        return kept, [name for name in self._places() if name not in kept]
+        async with self._saving:
+            self._tombstones.sweep()
+            revision, data = self._tombstones.revision, self._tombstones.dump()
+            outdated = self._outdated()
+            results = await asyncio.gather(*(self._save_at(name, data) for name in outdated))
+            for name, is_kept in zip(outdated, results, strict=True):
+                if is_kept:
+                    self._saved[name] = revision
+            kept = [name for name in self._places() if self._saved.get(name) == revision]
+            return kept, [name for name in self._places() if name not in kept]
 
     async def _save_at(self, name: str, data: bytes) -> bool:
         drive = next((each for each in self._drives if each.name == name), None)

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kept-tokens", type=int, metavar="N", help="with --token-ids: leading tokens to leave alone")
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="with --token-ids: if no engine there tells")
     parser.add_argument("--lora", metavar="HEX", help="with --token-ids: the adapter's content digest")
-    parser.add_argument("--reset-engines", action="store_true", help="vLLM engines empty their prefix caches as well")
+    parser.add_argument("--reset-engines", action="store_true", help="engines empty their own prefix caches as well")
     parser.add_argument("--host", action="append", metavar="NAME", help="this host only; repeatable")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML, such as an agent's")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")

@@ -89,13 +89,16 @@ class Forgotten:
         return sum(map(len, self.rows))
 
 
-def find_forgotten(accounts: Sequence[ChainAccount], tombstones: Tombstones) -> Forgotten:
+def find_forgotten(
+    accounts: Sequence[ChainAccount], tombstones: Tombstones, links: ChainAccount | None = None
+) -> Forgotten:
     """The chunks that are forgotten now.
 
-    A chunk that is held twice is forgotten twice, though one of its copies may be known better than the other.
+    A chunk that is held twice is forgotten twice, though one of its copies may be known better than the other. `links`
+    are chunks that aren't held, maybe, but tell what follows what; where they are forgotten they are `followers`.
     """
     found = Forgotten([[] for _ in accounts])
-    walks = [_Walk(account, tombstones) for account in accounts]
+    walks = [_Walk(account, tombstones) for account in (*accounts, *([] if links is None else [links]))]
     matched: dict[bytes, Tombstone] = {}
     above: tuple[int, set[bytes]] = (-1, set())
     while ahead := [walk.position for walk in walks if walk.is_ahead]:
@@ -105,7 +108,10 @@ def find_forgotten(accounts: Sequence[ChainAccount], tombstones: Tombstones) -> 
             walks[number].match(row, matched)
         parents = above[1] if above[0] == position - 1 else set()
         for number, row in level:
-            walks[number].settle(row, matched, parents, found, found.rows[number])
+            if number < len(accounts):
+                walks[number].settle(row, matched, parents, found, found.rows[number])
+            else:
+                walks[number].note(row, matched, found)
         above = (position, {walks[number].cut(row) for number, row in level})
     return found
 
@@ -176,6 +182,12 @@ class _Walk:
         found.unlabelled += not account.flags[row] & HAS_DIRECTORY_KEY
         if account.flags[row] & HAS_PARENT:
             found.unlinked += self._cut(account.parents, row) not in parents
+
+    def note(self, row: int, matched: dict[bytes, Tombstone], found: Forgotten) -> None:
+        """A chunk that needn't be held: what forgets it, if anything."""
+        tombstone = matched.get(self.cut(row))
+        if tombstone is not None:
+            found.followers[self.cut(row)] = tombstone
 
     def _of_itself(self, row: int) -> Tombstone | None:
         known = self._by_origin[self._account.origins[row]]

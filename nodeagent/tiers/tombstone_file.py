@@ -5,6 +5,7 @@ Everything here blocks.
 
 import contextlib
 import os
+import threading
 
 from nodeagent.errors import TombstonesUnreadable
 from nodeagent.tiers.tombstones import BOOK_BYTES_MAX
@@ -49,6 +50,7 @@ class StateFolder:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._writing = threading.Lock()
 
     def read_tombstones(self) -> bytes | None:
         """See `read_tombstones`."""
@@ -63,9 +65,11 @@ class StateFolder:
 
     def write_tombstones(self, data: bytes) -> None:
         """See `write_tombstones`."""
-        os.makedirs(self._path, mode=0o700, exist_ok=True)
-        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            write_tombstones(folder, data)
-        finally:
-            os.close(folder)
+        # One that hung, and that nobody waits for any more, may still be at it.
+        with self._writing:
+            os.makedirs(self._path, mode=0o700, exist_ok=True)
+            folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                write_tombstones(folder, data)
+            finally:
+                os.close(folder)

@@ -128,3 +128,20 @@ def test_what_was_written_after_the_end_stays():
     held = [Held(label, IDENTITIES[0], 5.0), Held(label, IDENTITIES[0], 15.0)]
     for each, rows in zip(held, ([(0, 1)], []), strict=True):
         assert find_forgotten([account_of([each])], book).rows == [rows]
+
+
+def test_a_label_without_its_chunk_links_what_comes_after_it():
+    """`b` isn't held; its label came with an engine's events."""
+    keys = {name: storage_key(name) for name in "abc"}
+    labels = {
+        name: ChunkLabel(keys[name], keys[name][:16], keys[above] if above else None, position)
+        for position, (name, above) in enumerate([("a", None), ("b", "a"), ("c", "b")])
+    }
+    book = Tombstones(lambda: 0.0)
+    book.add(Tombstone(b"n" * 16, 10.0, directory_keys=frozenset([keys["a"][:16]])))
+    held = account_of([Held(labels[name], IDENTITIES[0], 0.0) for name in "ac"])
+    links = account_of([Held(labels["b"], bytes(32), 0.0)])
+    without, found = find_forgotten([held], book), find_forgotten([held], book, links)
+    assert (without.rows, without.unlinked) == ([[(0, 1)]], 1)
+    assert (found.rows, found.unlinked) == ([[(0, 1), (1, 1)]], 0)
+    assert keys["b"][:CUT_BYTES] in found.followers

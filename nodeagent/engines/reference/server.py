@@ -77,6 +77,12 @@ def create_app(service: EngineService) -> FastAPI:
         """The token ids of a prompt or of a conversation."""
         return _json(await _tokenize(service, parse_body(await _read_body(request))))
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Empty the engine's own cache, as vLLM does; the host's tiers stay."""
+        service.reset_prefix_cache()
+        return _json({"success": True})
+
     @app.get("/v1/models")
     async def models() -> Response:
         """The one model there is."""
