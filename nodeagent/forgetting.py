@@ -224,8 +224,9 @@ class Forgetter:
         receipt.forgotten.puts = len(under_way) - receipt.forgotten.loads
         receipt.forgotten.writes = sum(writer.forget(dropped) for writer in self._writers)
         await self._withdrawn(list(keys)[:WITHDRAWN_KEYS_MAX])
-        for writer in self._writers:
-            await self._await_write(writer, dropped)
+        for drive, writer in zip(self._drives, self._writers, strict=True):
+            if drive.is_up:
+                await self._await_write(writer, dropped)
         await asyncio.gather(*(self._remove(each, receipt) for each in doomed))
         receipt.remains.drives_away = [drive.name for drive in self._drives if not drive.is_up]
         return keys

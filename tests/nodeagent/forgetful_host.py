@@ -49,7 +49,7 @@ def write_file(folder, name, label, identity=UNKNOWN_IDENTITY):
 class ForgetfulHost:
     """See `forgetful_host`. Changes of placements are in `announced`, by tier's bit and key."""
 
-    def __init__(self, folder, drives, group, now):
+    def __init__(self, folder, drives, group, now, make_store):
         self.announced = {}
         self.metrics = AgentMetrics()
         self.group = group
@@ -60,7 +60,7 @@ class ForgetfulHost:
         self.nvme = NvmeTier(self._heard(4))
         for number in range(drives):
             drive = Drive(
-                FolderStore(str(folder / f"drive-{number}")),
+                make_store(str(folder / f"drive-{number}")),
                 1_000 * FILE_BYTES,
                 self.nvme.note_change,
                 self.withdrawn,
@@ -134,7 +134,7 @@ class ForgetfulHost:
 
 
 @asynccontextmanager
-async def forgetful_host(folder, *, drives=1, now=None, are_drives_back=lambda: True):
+async def forgetful_host(folder, *, drives=1, now=None, are_drives_back=lambda: True, make_store=FolderStore):
     """The host, its drives listed and read. A drive in quarantine comes back when it may."""
     clock = now if now is not None else SimpleNamespace(now=Tombstones().now).now
 
@@ -145,7 +145,7 @@ async def forgetful_host(folder, *, drives=1, now=None, are_drives_back=lambda: 
 
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        host = ForgetfulHost(folder, drives, group, clock)
+        host = ForgetfulHost(folder, drives, group, clock, make_store)
         for drive in host.nvme.drives:
             await drive.open()
         await host.keeper.read()
