@@ -139,6 +139,7 @@ class Agent:
                     "slots": hierarchy.arena.slots if hierarchy is not None else 0,
                     "references": hierarchy.open_references if hierarchy is not None else 0,
                     "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
+                    **self._tier.memory_status(),
                 },
                 **({Tier.NVME.label: self._nvme_status(nvme)} if nvme is not None else {}),
             },
@@ -168,7 +169,13 @@ class Agent:
         host = self._host
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
+            self._config.dram.quota_bytes,
+            partial(host.record_in, Tier.DRAM),
+            withdrawn,
+            group,
+            self._metrics,
+            wish=self._config.dram.wish,
+            verify_reads=self._config.dram.verify_reads,
         )
         nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from directory.tiers import Tier
-from nodeagent.errors import DoorProtocolError, HelloRefused, TierUnavailable
+from nodeagent.errors import DoorProtocolError, HelloRefused, MemoryShort, TierUnavailable
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import (
     DOOR_VERSION,
@@ -60,6 +60,8 @@ from nodeagent.tiers.promotion import LowerTier
 HELLO_S = 10.0
 SEND_S = 5.0
 COMMITS_MAX = 64
+ARENA_AGAIN_S = 10.0
+"""How long an engine that was refused the arena, for memory that others hold, goes without another attempt."""
 READING_OPENS_MAX = 16
 """Opens of one connection that read from disk at a time; one more takes what is in DRAM."""
 DRAM = Tier.DRAM.label
@@ -162,16 +164,27 @@ class Session:
             raise first from None
 
     async def _offer(self, hello: Hello) -> None:
-        """Lend the arena, which the first engine's hello makes; an engine that can't have it works without."""
-        try:
-            hierarchy = await self._tier.ensure(hello.chunk_bytes)
-        except TierUnavailable as error:
-            logger.error("engine %s works without the dram tier: %s", hello.engine, error)
-            self._metrics.degraded.labels("dram_unavailable").inc()
-            await self._send(ArenaRefused(str(error)))
-            return
+        """Lend the arena, which the first engine's hello makes; an engine that can't have it works without.
+
+        Where others hold the memory, it is told so and offered the arena later, once that can be made.
+        """
+        is_told = False
+        while True:
+            try:
+                hierarchy = await self._tier.ensure(hello.chunk_bytes)
+                break
+            except TierUnavailable as error:
+                if not is_told:
+                    logger.error("engine %s works without the dram tier: %s", hello.engine, error)
+                    self._metrics.degraded.labels("dram_unavailable").inc()
+                    await self._send(ArenaRefused(str(error)))
+                    is_told = True
+                if not isinstance(error, MemoryShort):
+                    return
+            await asyncio.sleep(ARENA_AGAIN_S)
         arena = hierarchy.arena
-        await self._send(ArenaOffer(arena.header_bytes, arena.slot_bytes, arena.slots), arena)
+        offer = ArenaOffer(arena.header_bytes, arena.slot_bytes, arena.slots, self._tier.verify_reads)
+        await self._send(offer, arena)
 
     async def _handle(
         self, message: ClientMessage, engine: AttachedEngine, holder: Holder, group: asyncio.TaskGroup
