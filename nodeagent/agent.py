@@ -170,7 +170,7 @@ class Agent:
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
             self._config.dram.quota_bytes,
-            partial(host.record_in, Tier.DRAM),
+            partial(host.record_in, int(Tier.DRAM)),
             withdrawn,
             group,
             self._metrics,
@@ -248,7 +248,7 @@ class Agent:
         config = self._config.nvme
         if not config.drives:
             return
-        nvme = self._nvme = NvmeTier(partial(self._host.record_in, Tier.NVME))
+        nvme = self._nvme = NvmeTier(partial(self._host.record_in, int(Tier.NVME)))
         for each in config.drives:
             drive = Drive(
                 self._make_store(each),

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
@@ -10,12 +11,14 @@ from directory.tiers import Tier
 from nodeagent.arena_map import ArenaMap
 from nodeagent.messages import Close, OpenedSlot
 
+_DRAM = Tier.DRAM.label
+_NAMES = {int(Tier.NVME): Tier.NVME.label}
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """One run of the agent, and the number it knows a reference by."""
+class Reference(NamedTuple):
+    """One run of the agent, and the number it knows a reference by. A tuple: each chunk of a run hashes it."""
 
     life: bytes
     number: int
@@ -95,7 +98,7 @@ def opened_chunks(
     return [
         OpenedChunk(
             key,
-            (Tier.NVME if each.tier == Tier.NVME else Tier.DRAM).label,
+            _NAMES.get(each.tier, _DRAM),
             each.length,
             Reference(life, each.reference),
             each.slot,

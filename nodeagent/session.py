@@ -59,6 +59,7 @@ from nodeagent.tiers.promotion import LowerTier
 
 HELLO_S = 10.0
 SEND_S = 5.0
+RECEIVE_BYTES = 1 << 14
 COMMITS_MAX = 64
 ARENA_AGAIN_S = 10.0
 """How long an engine that was refused the arena, for memory that others hold, goes without another attempt."""
@@ -90,6 +91,8 @@ class Session:
         self._lower = lower
         self._metrics = metrics
         self._sending = asyncio.Lock()
+        self._received = bytearray(RECEIVE_BYTES)
+        self._received_start = self._received_end = 0
         self._commits = asyncio.Semaphore(COMMITS_MAX)
         self._reading_opens = 0
         self._is_superseded = False
@@ -327,26 +330,44 @@ class Session:
         return await self._read(body_length(await self._read(LENGTH_BYTES)))
 
     async def _read(self, length: int) -> bytearray:
+        """The next bytes. What comes with them is kept: a message, and often the next, is received in one go."""
         data = bytearray(length)
-        loop, filled = asyncio.get_running_loop(), 0
+        filled = min(length, self._received_end - self._received_start)
+        data[:filled] = self._received[self._received_start : self._received_start + filled]
+        self._received_start += filled
+        loop = asyncio.get_running_loop()
         with memoryview(data) as view:
-            while filled < length:
-                received = await loop.sock_recv_into(self._connection, view[filled:])
-                if not received:
-                    raise asyncio.IncompleteReadError(bytes(data[:filled][:64]), length)
-                filled += received
+            while (missing := length - filled) >= RECEIVE_BYTES:
+                filled += self._arrived(await loop.sock_recv_into(self._connection, view[filled:]), data, filled)
+            while missing:
+                end = self._arrived(await loop.sock_recv_into(self._connection, self._received), data, filled)
+                taken = min(missing, end)
+                view[filled : filled + taken] = self._received[:taken]
+                self._received_start, self._received_end = taken, end
+                filled, missing = filled + taken, missing - taken
         return data
+
+    @staticmethod
+    def _arrived(received: int, data: bytearray, filled: int) -> int:
+        if not received:
+            raise asyncio.IncompleteReadError(bytes(data[:filled][:64]), len(data))
+        return received
 
     async def _send(self, message: Message, arena: Arena | None = None) -> None:
         """Send a frame, with the arena's two descriptors where it is given. One at a time, within `SEND_S`."""
         data = memoryview(frame(message))
-        loop = asyncio.get_running_loop()
-        async with self._sending, asyncio.timeout(SEND_S):
-            if arena is not None:
-                await self._writable()
-                fds = [arena.read_only_fd, arena.writable_fd]
-                data = data[socket.send_fds(self._connection, [data], fds) :]
-            await loop.sock_sendall(self._connection, data)
+        async with self._sending:
+            if arena is None:
+                with contextlib.suppress(BlockingIOError):
+                    data = data[self._connection.send(data) :]
+                if not data:
+                    return  # as nearly always: what fits the socket needs neither timer nor loop
+            async with asyncio.timeout(SEND_S):
+                if arena is not None:
+                    await self._writable()
+                    fds = [arena.read_only_fd, arena.writable_fd]
+                    data = data[socket.send_fds(self._connection, [data], fds) :]
+                await asyncio.get_running_loop().sock_sendall(self._connection, data)
 
     async def _writable(self) -> None:
         loop = asyncio.get_running_loop()
