@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nodeagent.arena_map import ArenaMap
 
-OLD_ARENA_S = 5.0
+OLD_ARENA_S = 3.0
 COPY_WAIT_S = 0.05
 """When an arena from which bytes are just being copied is looked at again."""
 

@@ -1,7 +1,7 @@
 """Agents and engines as processes that are there at once: forked from one that has imported everything.
 
-`python -m tests.nodeagent.forks agent FOLDER` or `… engine DOOR` forks one for each line on its standard input (for an
-engine its name and what it does) and kills those that are left when the input ends. Each says `PID` once it is ready.
+`python -m tests.nodeagent.forks` forks one for each line on its standard input, `agent FOLDER` or `engine DOOR NAME
+CHUNK`. Each says `PID` once it is ready.
 """
 
 import asyncio
@@ -21,7 +21,17 @@ from nodeagent.agent import Agent
 from nodeagent.client import ChunkClient
 from nodeagent.config import GB, AgentConfig
 from nodeagent.messages import Reserve
-from tests.nodeagent.running import CHUNK_BYTES, SLOTS, WAIT_S, connected, label, make_hello, payload, storage_key
+from tests.nodeagent.running import (
+    CHUNK_BYTES,
+    SLOTS,
+    WAIT_S,
+    connected,
+    eventually,
+    label,
+    make_hello,
+    payload,
+    storage_key,
+)
 
 ARENA = "warmroute-arena"
 
@@ -31,6 +41,7 @@ class Forks:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self._pids: list[int] = []
 
     def start(self, *words: str) -> int:
         """Fork one; returns its pid once it is ready."""
@@ -40,13 +51,22 @@ class Forks:
         self._process.stdin.flush()
         pid = int(self._process.stdout.readline())
         assert pid, "it says why on stderr"
+        self._pids.append(pid)
         return pid
+
+    def kill_all(self) -> None:
+        """Kill those that are still there, and wait for their end."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not any(is_there(pid) for pid in self._pids), "the end of all")
+        self._pids.clear()
 
 
 @contextmanager
-def forking(*words: str) -> Iterator[Forks]:
+def forking() -> Iterator[Forks]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.nodeagent.forks", *words],
+        [sys.executable, "-m", "tests.nodeagent.forks"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -55,6 +75,10 @@ def forking(*words: str) -> Iterator[Forks]:
         yield Forks(process)
     finally:
         process.communicate(timeout=WAIT_S)
+
+
+def is_there(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 def arenas_of(pid: int | str = "self") -> set[str]:
@@ -119,24 +143,18 @@ def say_ready() -> None:
     print(os.getpid(), flush=True)
 
 
-def main(kind: str, place: str) -> None:
+def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    children = []
     for line in sys.stdin:
-        child = os.fork()
-        if not child:
+        if not os.fork():
             try:
-                serve_agent(place) if kind == "agent" else be_engine(place, *line.split())
+                {"agent": serve_agent, "engine": be_engine}[line.split()[0]](*line.split()[1:])
             except BaseException:  # noqa: BLE001 - whoever waits for it hears of it
                 traceback.print_exc()
                 print(0, flush=True)
             finally:
                 os._exit(0)
-        children.append(child)
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main()

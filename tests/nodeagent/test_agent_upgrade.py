@@ -18,7 +18,7 @@ from nodeagent.old_arenas import OLD_ARENA_S, OldArenas
 from nodeagent.tiers import dram
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.machine_memory import PAGE_BYTES, MachineMemory
-from tests.nodeagent.forks import arenas_anywhere, arenas_of, forking
+from tests.nodeagent.forks import arenas_anywhere, arenas_of, forking, is_there
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     SLOTS,
@@ -54,8 +54,16 @@ def time_passes(client):
     client.report_load(0, 0, 1.0)
 
 
-def is_there(pid):
-    return os.path.exists(f"/proc/{pid}")
+@pytest.fixture(scope="module")
+def forking_process():
+    with forking() as process:
+        yield process
+
+
+@pytest.fixture
+def forks(forking_process):
+    yield forking_process
+    forking_process.kill_all()
 
 
 def put(client, name):
@@ -69,49 +77,47 @@ def read_open(client, chunk):
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_memory_of_an_agent_that_has_ended_is_given_back_at_once_where_nothing_is_open(tmp_path, end):
-    with forking("agent", str(tmp_path)) as agents:
-        first = agents.start()
-        with connected(str(tmp_path / "door.sock")) as client:
-            assert put(client, "a") is PutResult.STORED
-            assert read(client, "a") == payload("a")
-            arenas = arenas_of(first)
-            assert arenas
-            assert arenas <= arenas_of()
-            os.kill(first, end)
-            eventually(lambda: not arenas & arenas_anywhere(), "the memory's return", OLD_ARENA_S)
+def test_memory_of_an_agent_that_has_ended_is_given_back_at_once_where_nothing_is_open(tmp_path, forks, end):
+    first = forks.start("agent", str(tmp_path))
+    with connected(str(tmp_path / "door.sock")) as client:
+        assert put(client, "a") is PutResult.STORED
+        assert read(client, "a") == payload("a")
+        arenas = arenas_of(first)
+        assert arenas
+        assert arenas <= arenas_of()
+        os.kill(first, end)
+        eventually(lambda: not arenas & arenas_anywhere(), "the memory's return", OLD_ARENA_S)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 def test_what_was_open_stays_readable_for_a_while_then_it_is_a_miss_and_nvme_refills(
-    tmp_path, monkeypatch, caplog, end
+    tmp_path, forks, monkeypatch, caplog, end
 ):
     monkeypatch.setattr(old_arenas, "OLD_ARENA_S", 1e6)
     (tmp_path / "nvme").mkdir()
-    with forking("agent", str(tmp_path)) as agents:
-        first = agents.start()
-        with connected(str(tmp_path / "door.sock")) as client:
-            assert put(client, "a") is PutResult.STORED
-            eventually(lambda: list((tmp_path / "nvme").glob("*/*/*")), "the file")
-            held = client.open([storage_key("a")], WAIT_S)
-            arenas = arenas_of(first)
-            os.kill(first, end)
-            eventually(lambda: not client.is_connected, "the loss")
-            assert read_open(client, held[0]) == payload("a")
-            eventually(lambda: not is_there(first), "the agent's end")
-            agents.start()
-            assert client.wait_connected(WAIT_S)
-            assert arenas & arenas_of(), "what is open keeps the old arena"
-            found = []
-            eventually(lambda: found.extend(client.open([storage_key("a")], WAIT_S)) or found, "the folder's index")
-            assert [chunk.tier for chunk in found] == ["nvme"], "the new tier was empty"
-            assert read_open(client, found[0]) == payload("a")
-            time_passes(client)
-            eventually(lambda: not arenas & arenas_anywhere(), "the old arena's end")
-            assert read_open(client, held[0]) is None
-            assert read_open(client, found[0]) == payload("a"), "the new arena is another"
-            client.close([*held, *found])
-            assert put(client, "b") is PutResult.STORED
+    first = forks.start("agent", str(tmp_path))
+    with connected(str(tmp_path / "door.sock")) as client:
+        assert put(client, "a") is PutResult.STORED
+        eventually(lambda: [each for each in (tmp_path / "nvme").glob("*/*/*") if not each.suffix], "the file")
+        held = client.open([storage_key("a")], WAIT_S)
+        arenas = arenas_of(first)
+        os.kill(first, end)
+        eventually(lambda: not client.is_connected, "the loss")
+        assert read_open(client, held[0]) == payload("a")
+        eventually(lambda: not is_there(first), "the agent's end")
+        forks.start("agent", str(tmp_path))
+        assert client.wait_connected(WAIT_S)
+        assert arenas & arenas_of(), "what is open keeps the old arena"
+        found = []
+        eventually(lambda: found.extend(client.open([storage_key("a")], WAIT_S)) or found, "the folder's index")
+        assert [chunk.tier for chunk in found] == ["nvme"], "the new tier was empty"
+        assert read_open(client, found[0]) == payload("a")
+        time_passes(client)
+        eventually(lambda: not arenas & arenas_anywhere(), "the old arena's end")
+        assert read_open(client, held[0]) is None
+        assert read_open(client, found[0]) == payload("a"), "the new arena is another"
+        client.close([*held, *found])
+        assert put(client, "b") is PutResult.STORED
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -233,13 +239,13 @@ def test_an_agent_that_ends_while_it_waits_for_memory_ends_at_once(tmp_path, sho
     eventually(lambda: open_fds() == before, "the end of all that was opened")
 
 
-def test_twenty_engines_killed_in_the_middle_lose_no_slot(tmp_path):
-    with running_agent(tmp_path) as agent, forking("engine", agent.config.door) as engines:
+def test_twenty_engines_killed_in_the_middle_lose_no_slot(tmp_path, forks):
+    with running_agent(tmp_path) as agent:
         with connected(agent.config.door, make_hello("writer")) as client:
             assert put(client, "a") is PutResult.STORED
             arenas, fds = arenas_of(), open_fds()
             for number in range(KILLS):
-                victim = engines.start(f"victim-{number}", "a")
+                victim = forks.start("engine", agent.config.door, f"victim-{number}", "a")
                 assert agent.tier()["reservations"] >= 1
                 assert arenas <= arenas_of(victim)
                 os.kill(victim, signal.SIGKILL)
@@ -252,13 +258,13 @@ def test_twenty_engines_killed_in_the_middle_lose_no_slot(tmp_path):
             eventually(lambda: open_fds() == fds, "the end of all that was opened for them")
 
 
-def test_twenty_agents_killed_under_an_engine_leave_no_memory_and_never_a_wrong_byte(tmp_path, monkeypatch):
+def test_twenty_agents_killed_under_an_engine_leave_no_memory_and_never_a_wrong_byte(tmp_path, forks, monkeypatch):
     monkeypatch.setattr(old_arenas, "OLD_ARENA_S", 0.1)
     monkeypatch.setattr(client_module, "RECONNECT_MIN_S", 0.01)
     seen, held = set(), []
-    with forking("agent", str(tmp_path)) as agents, client_of(str(tmp_path / "door.sock")) as client:
+    with client_of(str(tmp_path / "door.sock")) as client:
         for number in range(KILLS):
-            agent = agents.start()
+            agent = forks.start("agent", str(tmp_path))
             assert client.wait_connected(WAIT_S)
             for name in (f"{number}", "a"):
                 assert put(client, name) is not PutResult.REFUSED
