@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from directory import redis_schema as schema
+from directory.bounded_parser import BoundedParser
 from directory.errors import DirectoryError, DirectoryUnavailable, FunctionsMissing
 from directory.server_url import Address
 
@@ -141,6 +142,7 @@ def _connection_pool(url: str) -> BlockingConnectionPool:
             socket_timeout=CALL_TIMEOUT_S,
             socket_connect_timeout=CALL_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
+            parser_class=BoundedParser,
         )
         pool.connection_class(**pool.connection_kwargs)  # No I/O: tells now what would be wrong with each connection.
     except (ValueError, RedisError) as error:
