@@ -64,6 +64,7 @@ LOADS = st.builds(
     st.dictionaries(TIERS, AMOUNTS),
     st.integers(0, 10_000),
     st.integers(0, 10_000),
+    st.booleans(),
 )
 
 
