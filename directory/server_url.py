@@ -18,6 +18,13 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from directory.errors import DirectoryError
 
+URL_FORMS = (
+    "redis://[user:password@]host:port, unix://[user:password@]/path, "
+    "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
+    "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://."
+)
+"""The same in a sentence, for whoever configures a part of the fleet."""
+
 HOSTS_MAX = 64
 PORT, SENTINEL_PORT = 6379, 26379
 PORT_MAX = 65535
