@@ -72,25 +72,39 @@ class RedisNode:
     async def call_function(self, *call: bytes | str | int, asking: bool = False) -> Any:
         """A function's reply, after loading the library where the server hasn't got it (started afresh, flushed).
 
-        Raises `FunctionsMissing` where it may not be loaded; that is logged once, until the server has it.
+        A library that is there is replaced only where it lacks the function: it is an older release's. A fleet that
+        finds its server empty thus has it read the library once, not once a caller. Raises `FunctionsMissing` where
+        it may not be loaded; that is logged once, until the server has it.
         """
-        try:
-            reply = await self.execute(*call, asking=asking)
-        except ResponseError as error:
-            if "function not found" not in str(error).lower():
-                raise
-        else:
-            self._is_refusal_told = False
-            return reply
-        await self._load_functions()
+        for load in (self._load_where_missing, self._replace_functions):
+            try:
+                reply = await self.execute(*call, asking=asking)
+            except ResponseError as error:
+                if not _is_missing(error):
+                    raise
+                await load()
+            else:
+                self._is_refusal_told = False
+                return reply
         return await self.execute(*call, asking=asking)
 
-    async def _load_functions(self) -> None:
+    async def _load_where_missing(self) -> None:
+        try:
+            await self._load_functions()
+        except ResponseError as error:
+            if "already exists" not in str(error):
+                raise
+
+    async def _replace_functions(self) -> None:
+        _logger.info("%s has another release's functions, which lack one: they are replaced", self.address)
+        await self._load_functions("REPLACE")
+
+    async def _load_functions(self, *how: str) -> None:
         missing = f"{self.address} lacks the directory's functions"
         if not self._loads_functions:
             raise FunctionsMissing(f"{missing}: run `warmroute directory load` as a user that may load them")
         try:
-            await self.execute("FUNCTION LOAD", "REPLACE", schema.functions_source())
+            await self.execute("FUNCTION LOAD", *how, schema.functions_source())
         except NoPermissionError as error:
             sentence = f"{missing}, and this user may not load them: run `warmroute directory load` as the operator"
             if not self._is_refusal_told:
@@ -129,6 +143,10 @@ class RedisNode:
     def _heard(self) -> None:
         self.is_silent = False
         self._asked_at = asyncio.get_running_loop().time() if self._calls > 1 else None
+
+
+def _is_missing(error: ResponseError) -> bool:
+    return "function not found" in str(error).lower()
 
 
 def _connection_pool(url: str) -> BlockingConnectionPool:
