@@ -14,6 +14,7 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from directory import redis_schema as schema
 from directory.bounded_parser import BoundedParser
 from directory.errors import DirectoryError, DirectoryUnavailable, FunctionsMissing
+from directory.redis_errors import MISPLACED
 from directory.server_url import Address
 
 CALL_TIMEOUT_S = 1.0
@@ -44,6 +45,8 @@ class RedisNode:
         self._calls = 0
         self._asked_at: float | None = None
         self.is_silent = False
+        self.has_failed = False
+        """Whether the last call had no answer, or one that says that another server is to be asked."""
 
     @property
     def is_idle(self) -> bool:
@@ -129,14 +132,17 @@ class RedisNode:
         self._calls += 1
         try:
             yield
-        except ResponseError:
+        except ResponseError as error:
             self._heard()
+            self.has_failed = isinstance(error, MISPLACED)
             raise
         except BaseException:
+            self.has_failed = True
             self.is_silent = self.is_silent or now() - (self._asked_at or asked_at) >= SILENT_AFTER_S
             raise
         else:
             self._heard()
+            self.has_failed = False
         finally:
             self._calls -= 1
 

