@@ -11,7 +11,7 @@ from directory import redis_connections
 from directory.errors import DirectoryUnavailable
 from directory.redis_directory import RedisDirectory
 from directory.redis_topology import SentinelMaster
-from tests.directory.fake_servers import HANGS, FakeSentinel
+from tests.directory.fake_servers import HANGS, FakeSentinel, FakeServer
 from tests.directory.fleet_samples import HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import running_valkey, until
 
@@ -149,6 +149,21 @@ async def test_of_divided_sentinels_those_that_name_a_dead_master_are_not_believ
                 return False
 
         await until(is_found)
+
+
+async def test_a_master_that_does_not_answer_where_the_sentinels_name_it_is_named(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    async with FakeServer() as silent:
+        silent.hangs = True
+        directory, _ = await gathering(*[silent.port] * 3)
+
+        async def is_named() -> bool:
+            with pytest.raises(DirectoryUnavailable) as refusal:
+                await directory.members()
+            return f"no answer from 127.0.0.1:{silent.port} within" in str(refusal.value)
+
+        await until(is_named)
 
 
 async def test_a_dead_master_is_asked_about_again(
