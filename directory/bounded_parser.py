@@ -2,7 +2,8 @@
 
 hiredis makes room for as many elements as a reply announces before any of them has come, and keeps what came of a
 reply until it is whole. So a reply that announces too much, or is too long, is refused while it is read: its
-connection is closed, and the call fails.
+connection is closed, and the call fails. A server that ends a connection before it says anything is one that expects
+TLS as a rule, and the error says so.
 """
 
 import re
@@ -17,6 +18,9 @@ ELEMENTS_DIGITS_MAX = 6
 
 REPLY_BYTES_MAX = 256 << 20
 """Bytes read of one reply: a thousand records of 10,000 holders are 90 MB."""
+
+SAID_NOTHING = "the server ended the connection before it said anything, as one does that expects TLS (rediss://)"
+_TLS_ALERT = b"\x15\x03"
 
 _TOO_MANY = re.compile(rb"\n[*%%~>|][0-9]{%d}" % (ELEMENTS_DIGITS_MAX + 1))
 """A list's head: it follows the end of another line or text, and hiredis takes no zeros or signs before the number.
@@ -37,6 +41,7 @@ class BoundedParser(_AsyncHiredisParser):
         super().on_connect(connection)  # type: ignore[no-untyped-call]
         self._reply_bytes = 0
         self._before = b"\n"
+        self._has_heard = False
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """The next reply."""
@@ -47,8 +52,9 @@ class BoundedParser(_AsyncHiredisParser):
         """Read what has come and hand it to hiredis, unless it goes beyond the bounds."""
         assert self._stream is not None
         came = await self._stream.read(self._read_size)
-        if not came:
-            raise RedisConnectionError("the server closed the connection")
+        if not came or (came.startswith(_TLS_ALERT) and not self._has_heard):
+            raise RedisConnectionError(SAID_NOTHING if not self._has_heard else "the server closed the connection")
+        self._has_heard = True
         self._reply_bytes += len(came)
         if self._reply_bytes > REPLY_BYTES_MAX:
             raise InvalidResponse(f"a reply is longer than {REPLY_BYTES_MAX} bytes")

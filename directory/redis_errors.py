@@ -38,7 +38,7 @@ def map_redis_errors() -> Iterator[None]:
     try:
         yield
     except (RedisTimeoutError, TimeoutError) as error:
-        raise DirectoryUnavailable(f"no answer from the server: {error or 'timed out'}") from error
+        raise DirectoryUnavailable(f"no answer from the server: {str(error) or 'timed out'}") from error
     except (RedisConnectionError, OSError) as error:
         raise DirectoryUnavailable(f"the server can't be reached: {error}") from error
     except _TRANSIENT as error:
