@@ -110,8 +110,8 @@ class Member:
 
     @property
     def is_live(self) -> bool:
-        """Whether its placements are believed."""
-        return not self.retired and self.remaining_s > 0
+        """Whether its placements are believed. More than any term is left to a dead one whose server's clock went back."""
+        return not self.retired and 0 < self.remaining_s <= TERM_MAX_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,16 @@ async def test_whose_placements_a_full_directory_refuses_is_shown_and_said_once(
     assert setup.fleet.directory_full_for == (), "nobody knows what one who is silent would be told"
 
 
+async def test_a_dead_engine_whose_servers_clock_went_back_does_not_keep_its_name(setup: Setup) -> None:
+    dead = draw_incarnation()
+    await setup.directory.register(dead, engine_registration("a", A), ENGINE_LOAD)
+    await setup.see()
+    await setup.directory.renew(dead, ENGINE_LOAD, 3600.0)  # as if an hour came again
+    await setup.join("a", B)
+    await setup.see()
+    assert setup.fleet.table.engines["a"].url == B
+
+
 async def test_both_lives_are_believed_during_a_walk(setup: Setup) -> None:
     first, second = await setup.join_host(), await setup.join_host()
     await setup.join("a", A)
