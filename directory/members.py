@@ -110,7 +110,7 @@ class Member:
 
     @property
     def is_live(self) -> bool:
-        """Whether its placements are believed. More than any term is left to a dead one whose server's clock went back."""
+        """Whether its placements are believed. A dead one has more than a term left where the clock went back."""
         return not self.retired and 0 < self.remaining_s <= TERM_MAX_S
 
 

@@ -16,6 +16,7 @@ from directory.members import EngineRegistration, Load
 from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
 
+EXAMPLES = 80
 KEY = b"k" * 16
 LIFE = b"l" * 8
 ENGINE = EngineRegistration(
@@ -111,7 +112,7 @@ async def asked_of_each(directory: RedisDirectory) -> None:
         await node.execute("DBSIZE")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 @example(b"+OK\r\n")
 @example(b"*1\r\n$9\r\n12345678\x07\r\n")
@@ -123,7 +124,7 @@ def test_any_reply_is_an_answer_or_a_directory_error(
     ask_everything(runner, server, SINGLE, reply)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(b"*2\r\n:1\r\n:2\r\n")
 @example(b"*2\r\n$-1\r\n$4\r\n6379\r\n")
 @example(b"*2\r\n$9\r\n127.0.0.1\r\n$-1\r\n")
@@ -135,7 +136,7 @@ def test_any_word_of_a_sentinel_is_a_master_or_a_directory_error(
     ask_everything(runner, server, SENTINEL, b":1\r\n", where)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(b"*1\r\n*3\r\n:0\r\n:16383\r\n*0\r\n")
 @example(b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n:5\r\n:1\r\n")
 @example(b"*1\r\n*3\r\n$1\r\nx\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n")
@@ -146,7 +147,7 @@ def test_any_division_of_a_cluster_is_one_or_a_directory_error(
     ask_everything(runner, server, CLUSTER, b":1\r\n", where)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(b"-MOVED 3560 127.0.0.1:99999\r\n")
 @given(redirects | replies)
 def test_wherever_a_member_sends_a_caller_is_an_answer_or_a_directory_error(
