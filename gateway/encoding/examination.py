@@ -52,6 +52,8 @@ def examine(content: bytes) -> Examination:
         pipeline = read_pipeline(text)
     except Unsupported as error:
         return Examination(backend.name, token_chars_max, None, str(error))
+    if {token.content: token.token_id for token in pipeline.added_tokens} != reference.added_tokens():
+        return Examination(backend.name, token_chars_max, None, "added tokens under other ids than the file says")
     rules = cut_rules(pipeline.family, pipeline.vocabulary)
     pipeline = replace(pipeline, vocabulary=())
     rest = BACKENDS[backend.name](pipeline.without_prefix) if pipeline.without_prefix else backend
@@ -69,7 +71,7 @@ def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
     except Exception as error:  # noqa: BLE001 - whatever it doesn't support, the reference serves
         logger.info("fastokens doesn't support this tokenizer, using tokenizers: %s", error)
         return reference
-    texts = list(nasty_texts(reference.added_tokens(), PROOF_TEXTS))
+    texts = list(nasty_texts(list(reference.added_tokens()), PROOF_TEXTS))
     if _encodings(fast, texts) != _encodings(reference, texts):
         logger.warning("fastokens disagrees with tokenizers on this tokenizer, using tokenizers")
         return reference

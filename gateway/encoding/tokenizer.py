@@ -50,9 +50,9 @@ class HuggingFaceBackend:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [pack_tokens(encoding.ids) for encoding in encodings]
 
-    def added_tokens(self) -> list[str]:
-        """The contents of all added tokens."""
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of all added tokens, by their contents. A file may name others than the library gives them."""
+        return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def longest_token_chars(self) -> int:
         """Characters in the longest token's spelling: a bound on the characters any token can stand for.
