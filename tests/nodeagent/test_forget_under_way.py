@@ -187,3 +187,21 @@ async def test_a_fault_is_told_and_the_next_request_is_served(tmp_path, monkeypa
             with pytest.raises(TypeError):
                 await host.forget(directory_keys=A)
         assert (await host.forget(directory_keys=A)).is_confirmed
+
+
+async def test_what_follows_through_a_drive_that_was_away_goes_when_it_is_back(tmp_path):
+    """`c` follows `b`, which follows `a`; only `b` can tell, and is on the drive that is away."""
+    chain = [("a", label("a")), ("b", label("b", "a", 1)), ("c", label("c", "b", 2))]
+    for number, (name, chunk) in enumerate(chain):
+        write_file(tmp_path / f"drive-{number % 2}", name, chunk)
+    may_return = asyncio.Event()
+    async with forgetful_host(tmp_path, drives=2, are_drives_back=may_return.is_set) as host:
+        host.nvme.drives[1].fail("told to")
+        receipt = await host.forget(directory_keys=A)
+        assert (receipt.forgotten.nvme.chunks, receipt.remains.unlinked) == (1, 1)
+        assert host.is_held(storage_key("c"))
+        may_return.set()
+        await soon(lambda: host.nvme.drives[1].is_up)
+        await soon(lambda: not files(tmp_path))
+        assert not host.is_held(storage_key("c"))
+        assert host.announced[4, storage_key("c")[:16]] is False
