@@ -195,7 +195,9 @@ async def test_what_follows_through_a_drive_that_was_away_goes_when_it_is_back(t
     for number, (name, chunk) in enumerate(chain):
         write_file(tmp_path / f"drive-{number % 2}", name, chunk)
     may_return = asyncio.Event()
+    may_return.set()
     async with forgetful_host(tmp_path, drives=2, are_drives_back=may_return.is_set) as host:
+        may_return.clear()
         host.nvme.drives[1].fail("told to")
         receipt = await host.forget(directory_keys=A)
         assert (receipt.forgotten.nvme.chunks, receipt.remains.unlinked) == (1, 1)
