@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from directory.chunks import DIRECTORY_KEY_BYTES
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
-from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.tombstones import CUT_BYTES, Tombstone, Tombstones
 
 HAS_DIRECTORY_KEY = 1
@@ -28,10 +27,10 @@ class ChainAccount:
     `origins` are numbers in `values`; `used_at_s` is when a chunk was last known to be used, or `inf`.
     """
 
-    keys: bytearray
-    parents: bytearray
-    directory_keys: bytearray
-    flags: bytearray
+    keys: bytes
+    parents: bytes
+    directory_keys: bytes
+    flags: bytes
     positions: "array[int]"
     origins: "array[int]"
     used_at_s: "array[float]"
@@ -53,10 +52,10 @@ def account_of(chunks: Sequence[Held]) -> ChainAccount:
     origins: dict[Origin, int] = {}
     labels = [each.label for each in chunks]
     return ChainAccount(
-        keys=bytearray(b"".join(label.storage_key for label in labels)),
-        parents=bytearray(b"".join(label.parent or bytes(STORAGE_KEY_BYTES) for label in labels)),
-        directory_keys=bytearray(b"".join(label.directory_key or bytes(DIRECTORY_KEY_BYTES) for label in labels)),
-        flags=bytearray(
+        keys=b"".join(label.storage_key for label in labels),
+        parents=b"".join(label.parent or bytes(STORAGE_KEY_BYTES) for label in labels),
+        directory_keys=b"".join(label.directory_key or bytes(DIRECTORY_KEY_BYTES) for label in labels),
+        flags=bytes(
             (label.directory_key is not None) * HAS_DIRECTORY_KEY | (label.parent is not None) * HAS_PARENT
             for label in labels
         ),
@@ -100,114 +99,104 @@ def find_forgotten(
     found = Forgotten([[] for _ in accounts])
     walks = [_Walk(account, tombstones) for account in (*accounts, *([] if links is None else [links]))]
     matched: dict[bytes, Tombstone] = {}
-    above: tuple[int, set[bytes]] = (-1, set())
-    while ahead := [walk.position for walk in walks if walk.is_ahead]:
-        position = min(ahead)
-        level = [(number, row) for number, walk in enumerate(walks) for row in walk.take(position)]
-        for number, row in level:
-            walks[number].match(row, matched)
-        parents = above[1] if above[0] == position - 1 else set()
-        for number, row in level:
+    before, parents = -1, set[bytes]()
+    for position in sorted({position for walk in walks for position in walk.levels}):
+        cuts = [walk.cuts_at(position) for walk in walks]
+        for walk, own in zip(walks, cuts, strict=True):
+            walk.match(position, own, matched)
+        if before != position - 1:
+            parents = set()
+        for number, (walk, own) in enumerate(zip(walks, cuts, strict=True)):
             if number < len(accounts):
-                walks[number].settle(row, matched, parents, found, found.rows[number])
+                walk.settle(position, own, matched, parents, found, found.rows[number])
             else:
-                walks[number].note(row, matched, found)
-        above = (position, {walks[number].cut(row) for number, row in level})
+                found.followers.update((cut, matched[cut]) for cut in own if cut in matched)
+        before, parents = position, set().union(*cuts)
     return found
 
 
 class _Walk:
-    """One account, by position."""
+    """One account, by position. Loops over many rows, so that names are looked up once."""
 
     def __init__(self, account: ChainAccount, tombstones: Tombstones) -> None:
         self._account = account
         self._tombstones = tombstones
         self._now = tombstones.now()
         self._by_origin = {number: tombstones.of_origin(*origin) for number, origin in account.values.items()}
-        rows = array("I", (row for row, serial in enumerate(account.serials) if serial))
-        self._rows = sorted_rows(rows, account.positions.__getitem__)
-        self._place = 0
+        self.levels: dict[int, array[int]] = {}
+        levels, positions = self.levels, account.positions
+        for row, serial in enumerate(account.serials):
+            if serial:
+                level = levels.get(positions[row])
+                if level is None:
+                    level = levels[positions[row]] = array("I")
+                level.append(row)
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether there are rows that weren't taken."""
-        return self._place < len(self._rows)
+    def cuts_at(self, position: int) -> list[bytes]:
+        """The storage keys of one position, cut."""
+        keys = self._account.keys
+        starts = (row * STORAGE_KEY_BYTES for row in self.levels.get(position, ()))
+        return [keys[start : start + CUT_BYTES] for start in starts]
 
-    @property
-    def position(self) -> int:
-        """That of the next row."""
-        return self._account.positions[self._rows[self._place]]
-
-    def take(self, position: int) -> "array[int]":
-        """The rows of one position, if they are the next."""
-        start, positions = self._place, self._account.positions
-        while self.is_ahead and positions[self._rows[self._place]] == position:
-            self._place += 1
-        return self._rows[start : self._place]
-
-    def match(self, row: int, matched: dict[bytes, Tombstone]) -> None:
-        """Add a chunk to those `matched`, if it is forgotten for what it is or what it follows.
+    def match(self, position: int, cuts: Sequence[bytes], matched: dict[bytes, Tombstone]) -> None:
+        """Add the chunks of one position to those `matched` that are forgotten for what they are or what they follow.
 
         Where an identity is forgotten that isn't needed: copies and followers show the same.
         """
-        found = self._of_itself(row)
-        if found is not None and found.salt_tag is None:
-            return
-        found = found or self._of_its_names(row, matched)
-        if found is not None:
-            matched[self.cut(row)] = found
-
-    def cut(self, row: int) -> bytes:
-        """A chunk's storage key, cut."""
-        return self._cut(self._account.keys, row)
+        has_names = bool(matched) or self._tombstones.has_names
+        for row, cut in zip(self.levels.get(position, ()), cuts, strict=True):
+            found = self._of_itself(row)
+            if found is not None and found.salt_tag is None:
+                continue
+            if found is None and has_names:
+                found = self._of_its_names(row, cut, matched)
+            if found is not None:
+                matched[cut] = found
 
     def settle(
         self,
-        row: int,
+        position: int,
+        cuts: Sequence[bytes],
         matched: dict[bytes, Tombstone],
         parents: set[bytes],
         found: Forgotten,
         rows: list[tuple[int, int]],
     ) -> None:
-        """Take a chunk that is forgotten; count one that isn't. `parents` are the keys one position above."""
-        account, cut = self._account, self.cut(row)
-        of_itself = self._of_itself(row)
-        tombstone = of_itself or matched.get(cut)
-        if tombstone is not None:
-            rows.append((row, account.serials[row]))
-            if of_itself is None:
-                found.followers[cut] = tombstone
-            return
-        found.salt_unknown += account.values[account.origins[row]][1] is None
-        found.unlabelled += not account.flags[row] & HAS_DIRECTORY_KEY
-        if account.flags[row] & HAS_PARENT:
-            found.unlinked += self._cut(account.parents, row) not in parents
-
-    def note(self, row: int, matched: dict[bytes, Tombstone], found: Forgotten) -> None:
-        """A chunk that needn't be held: what forgets it, if anything."""
-        tombstone = matched.get(self.cut(row))
-        if tombstone is not None:
-            found.followers[self.cut(row)] = tombstone
+        """Take the chunks of one position that are forgotten; count the others. `parents` are the keys above."""
+        account = self._account
+        for row, cut in zip(self.levels.get(position, ()), cuts, strict=True):
+            of_itself = self._of_itself(row)
+            tombstone = of_itself or matched.get(cut)
+            flags = account.flags[row]
+            if tombstone is not None:
+                rows.append((row, account.serials[row]))
+                if of_itself is None:
+                    found.followers[cut] = tombstone
+                continue
+            found.salt_unknown += account.values[account.origins[row]][1] is None
+            found.unlabelled += not flags & HAS_DIRECTORY_KEY
+            if flags & HAS_PARENT:
+                start = row * STORAGE_KEY_BYTES
+                found.unlinked += account.parents[start : start + CUT_BYTES] not in parents
 
     def _of_itself(self, row: int) -> Tombstone | None:
         known = self._by_origin[self._account.origins[row]]
         return known if known is not None and self._at_s(row) < known.until_s else None
 
-    def _of_its_names(self, row: int, matched: dict[bytes, Tombstone]) -> Tombstone | None:
-        account, book, names = self._account, self._tombstones, []
+    def _of_its_names(self, row: int, cut: bytes, matched: dict[bytes, Tombstone]) -> Tombstone | None:
+        account, book = self._account, self._tombstones
+        names = [book.of_follower(cut)]
         if account.flags[row] & HAS_DIRECTORY_KEY:
             start = row * DIRECTORY_KEY_BYTES
-            names.append(book.of_directory_key(bytes(account.directory_keys[start : start + DIRECTORY_KEY_BYTES])))
-        names.append(book.of_follower(self.cut(row)))
+            names.append(book.of_directory_key(account.directory_keys[start : start + DIRECTORY_KEY_BYTES]))
         if account.flags[row] & HAS_PARENT:
-            parent = self._cut(account.parents, row)
+            start = row * STORAGE_KEY_BYTES
+            parent = account.parents[start : start + CUT_BYTES]
             names += [matched.get(parent), book.of_follower(parent)]
-        at_s = self._at_s(row)
-        return next((known for known in names if known is not None and at_s < known.until_s), None)
+        for known in names:
+            if known is not None and self._at_s(row) < known.until_s:
+                return known
+        return None
 
     def _at_s(self, row: int) -> float:
         return min(self._account.used_at_s[row], self._now)
-
-    @staticmethod
-    def _cut(column: bytearray, row: int) -> bytes:
-        return bytes(column[row * STORAGE_KEY_BYTES : row * STORAGE_KEY_BYTES + CUT_BYTES])

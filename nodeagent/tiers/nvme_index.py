@@ -238,10 +238,10 @@ class NvmeIndex:
     def account_of_chains(self) -> ChainAccount:
         """What `find_forgotten` needs."""
         return ChainAccount(
-            self._keys[:],
-            self._parents[:],
-            self._directory_keys[:],
-            self._flags[:],
+            bytes(self._keys),
+            bytes(self._parents),
+            bytes(self._directory_keys),
+            bytes(self._flags),
             self._positions[:],
             self._origins[:],
             self._used_at_s[:],

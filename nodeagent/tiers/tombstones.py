@@ -108,6 +108,11 @@ class Tombstones:
         """Keys in all of them."""
         return self._keys
 
+    @property
+    def has_names(self) -> bool:
+        """Whether any key is named."""
+        return bool(self._by_directory_key or self._by_follower)
+
     def find(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> Tombstone | None:
         """What forgets a chunk that was, or began to be, written then; now, if nothing is said."""
         if not self._all:
