@@ -248,13 +248,13 @@ class Forgetter:
                 continue
             hierarchy.forget(entry)
             dropped.add(entry.label.storage_key)
+            self._metrics.evictions.labels(DRAM, "forgotten").inc()
             receipt.forgotten.dram.add(entry.length)
             self._note_key(entry.label.directory_key, keys, receipt)
             if entry.references:
                 receipt.remains.open_references.add(entry.length)
             if place % STEP_CHUNKS == STEP_CHUNKS - 1:
                 await asyncio.sleep(0)
-        self._metrics.evictions.labels(DRAM, "forgotten").inc(len(search.found.rows[0]))
         self._dram.account()
 
     async def _drop_on_disk(

@@ -7,7 +7,10 @@ import signal
 import pytest
 
 from nodeagent.tiers.chunk_file import name_of
-from tests.nodeagent.forgetful_host import forgetful_host, write_file
+from nodeagent.tiers.file_store import FolderStore
+from nodeagent.tiers.tombstone_file import NAME
+from nodeagent.tiers.tombstones import Tombstone, Tombstones
+from tests.nodeagent.forgetful_host import ForgetfulHost, forgetful_host, write_file
 from tests.nodeagent.running import label, storage_key
 
 CHAIN = "abcd"
@@ -109,3 +112,21 @@ def test_a_tombstone_is_on_every_drive_before_the_first_file_goes(tmp_path, monk
     monkeypatch.setattr(os, "unlink", unlink)
     asyncio.run(forget_in(tmp_path))
     assert seen == [[True] * 3] * len(FORGOTTEN)
+
+
+async def test_what_one_drive_says_is_known_before_another_is_indexed(tmp_path):
+    """The drive that was there told it to no other place, or the others were lost."""
+    (tmp_path / "drive-1").mkdir()
+    book = Tombstones()
+    book.add(Tombstone(b"n" * 16, book.now() + 60, directory_keys=frozenset([storage_key("b")[:16]])))
+    (tmp_path / "drive-1" / NAME).write_bytes(book.dump())
+    async with asyncio.TaskGroup() as group:
+        host = ForgetfulHost(tmp_path, 2, group, book.now, FolderStore)
+        for drive in host.nvme.drives:
+            await drive.open()
+        await host.keeper.read()
+        assert host.tombstones.find(label("b"), bytes(32)) is not None
+        assert await host.nvme.close([asyncio.create_task(host.withdrawn([])) for _ in host.nvme.drives])
+        await host.dram.close()
+        for drive in host.nvme.drives:
+            drive.store.close()

@@ -119,18 +119,67 @@ async def test_a_write_in_hand_and_one_that_waits_leave_no_file(tmp_path):
 
 
 async def test_a_write_that_hung_until_its_drive_was_given_up_leaves_no_file_either(tmp_path):
-    async with forgetful_host(tmp_path, make_store=GatedStore) as host:
+    may_return = asyncio.Event()
+    may_return.set()
+    async with forgetful_host(tmp_path, make_store=GatedStore, are_drives_back=may_return.is_set) as host:
         store, drive = gated(host), host.nvme.drives[0]
         putting = asyncio.create_task(host.put("a", label("a")))
         await soon(store.is_waiting.is_set)
+        may_return.clear()
         drive.fail("told to")
         receipt = await host.forget(directory_keys=A)
         assert receipt.remains.drives_away == [drive.name]
         store.may_go_on.set()
         await putting
+        await soon(lambda: not drive.has_jobs)
+        assert not files(tmp_path), "the thread itself saw to it"
+        may_return.set()
         await soon(lambda: drive.is_up and not drive.is_restoring)
-        assert not files(tmp_path)
         assert not host.is_held(storage_key("a"))
+
+
+async def test_a_chunk_that_was_forgotten_as_its_write_ended_is_not_indexed(tmp_path):
+    async with forgetful_host(tmp_path, make_store=GatedStore) as host:
+        store, hierarchy = gated(host), host.dram.hierarchy
+        putting = asyncio.create_task(host.put("a", label("a")))
+        await soon(store.is_waiting.is_set)
+        # Its name isn't known to the tombstones: the thread finds nothing wrong with it.
+        hierarchy.forget(hierarchy.find(storage_key("a")))
+        store.may_go_on.set()
+        await putting
+        await soon(lambda: refused(host))
+        await soon(lambda: not files(tmp_path))
+        assert not host.nvme.holds(storage_key("a"))
+        assert host.nvme.used_bytes == 0
+
+
+async def test_a_file_that_could_not_be_removed_goes_when_it_can(tmp_path, monkeypatch):
+    real, is_stuck = FolderStore.remove, [True]
+
+    def remove(store, name):
+        if is_stuck[0]:
+            raise PermissionError(13, "told to")
+        real(store, name)
+
+    monkeypatch.setattr(FolderStore, "remove", remove)
+    write_file(tmp_path / "drive-0", "a", label("a"))
+    async with forgetful_host(tmp_path) as host:
+        receipt = await host.forget(directory_keys=A)
+        assert (receipt.remains.files_unremoved, receipt.forgotten.files_removed) == (1, 0)
+        assert host.nvme.used_bytes > 0
+        is_stuck[0] = False
+        await soon(lambda: not files(tmp_path))
+        await soon(lambda: not host.nvme.used_bytes)
+
+
+async def test_a_put_of_what_is_forgotten_takes_no_slot(tmp_path):
+    async with forgetful_host(tmp_path) as host:
+        await host.forget(directory_keys=A)
+        granted = host.dram.hierarchy.reserve(label("a"), LENGTH, b"c" * 16, HOLDER)
+        after = host.dram.hierarchy.reserve(label("b", "a", 1), LENGTH, b"c" * 16, HOLDER)
+        last = host.dram.hierarchy.reserve(label("c", "b", 2), LENGTH, b"c" * 16, HOLDER)
+        assert [each.outcome for each in (granted, after, last)] == [PutOutcome.FORGOTTEN] * 3
+        assert host.dram.used_bytes == 0
 
 
 async def test_a_label_that_says_that_a_chunk_is_forgotten_takes_it_along(tmp_path):
