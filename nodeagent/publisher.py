@@ -217,7 +217,7 @@ class Publisher:
             self._note_error(lane, error, is_removal)
             lane.in_flight = {}
             if lane.is_walking:
-                lane.walk.extendleft(reversed(keys))
+                lane.walk.give_back(list(keys))
             else:
                 for key, since in keys.items():
                     self._make_pending(lane, key, since)
@@ -329,7 +329,7 @@ class Publisher:
             lane.is_walking = False
 
     def _announce_in(self, lane: Lane) -> None:
-        lane.announce(self.inventory.newest_first(lane.partition))
+        lane.announce(self.inventory.begin_walk(lane.partition))
         self._walkable.set()
 
     def _unsaid_keys(self, lane: Lane) -> int:
