@@ -6,6 +6,7 @@ import logging
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,6 +46,8 @@ from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 WITHDRAW_WAIT_S = 0.05
 HOST_KEYS_MAX = 16_000_000
 LIFE_BYTES = 16
+SWITCH_INTERVAL_S = 0.001
+"""How long threads that index a drive may keep the event loop waiting: it must answer engines during a start."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,8 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     directory = RedisDirectory.connect(
         config.directory.url.get_secret_value(), key_prefix=config.directory.key_prefix, clock=time.monotonic
     )
-    agent = Agent(config, directory)
+    agent, switch_interval_s = Agent(config, directory), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, agent.stop)
@@ -74,6 +78,7 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+        sys.setswitchinterval(switch_interval_s)
         await directory.aclose()
     return not agent.has_hanging_threads
 
