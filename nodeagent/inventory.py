@@ -156,7 +156,7 @@ class _Partition:
         return self.walk_number
 
     def say(self, keys_max: int) -> list[bytes]:
-        keys = []
+        keys: list[bytes] = []
         while len(keys) < keys_max and self._next != NO_ROW:
             row = self._next
             keys.append(self._key(row))
