@@ -22,6 +22,7 @@ from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
+from nodeagent.host_rates import HostRates, time_memory
 from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
@@ -124,6 +125,10 @@ class Agent:
             self._host = self._host_publisher(listener)
             opened.callback(self._close_stores)
             await self._open_drives()
+            nvme = self._nvme
+            self._rates = HostRates(
+                await asyncio.to_thread(time_memory), None if nvme is None else lambda: nvme.read_cost
+            )
             async with asyncio.TaskGroup() as group:
                 await self._run_in(group, listener, ready)
 
@@ -136,6 +141,7 @@ class Agent:
             "directory": self._host.lives.trouble or "ok",
             "incarnations": _names(self._host),
             "pending_keys": self._host.pending_keys,
+            "load_costs": self._rates.status(),
             "tiers": {
                 Tier.DRAM.label: {
                     "bytes_used": self._tier.used_bytes,
@@ -225,7 +231,7 @@ class Agent:
             sleep=self._sleep,
             metrics=self._metrics,
             walk_interval_s=self._config.directory.walk_interval_s,
-            nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
+            rates=self._rates,
             follow=self._follower,
         )
 
@@ -320,10 +326,6 @@ class Agent:
         metrics.written_today_bytes.labels(drive).set_function(lambda: budgeted.written_today_bytes)
         return budgeted
 
-    def _nvme_rate(self) -> float:
-        assert self._nvme is not None, "asked for only where the tier is"
-        return self._nvme.read_bytes_per_s
-
     def _watch_announced(self, host: Publisher, roster: Roster) -> None:
         announced = self._metrics.announced_chunks
         for tier in (Tier.DRAM, Tier.NVME) if self._nvme is not None else (Tier.DRAM,):
@@ -357,7 +359,8 @@ class Agent:
         used, limit = {Tier.DRAM: self._tier.used_bytes}, {Tier.DRAM: self._tier.quota_bytes}
         if self._nvme is not None:
             used[Tier.NVME], limit[Tier.NVME] = self._nvme.used_bytes, self._nvme.quota_bytes
-        return Load(tier_bytes_used=used, tier_bytes_limit=limit)
+        rates = self._rates.rates(sum(engine.flops for engine in self._roster.engines))
+        return Load(rates, used, limit)
 
     def _process_gone(self, process: Process) -> None:
         self._roster.process_gone(process)

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from directory.costs import Rates
 from directory.errors import IdentityRefused
 from directory.interface import DirectoryWriter
 from directory.members import EngineRegistration, Load
 from directory.tiers import Tier
 from nodeagent.errors import HelloRefused
 from nodeagent.files import FileShelf
+from nodeagent.host_rates import EngineRates, HostRates
 from nodeagent.inventory import Inventory
 from nodeagent.messages import Hello, KvEventSource, LoadReport
 from nodeagent.metrics import AgentMetrics
@@ -31,10 +31,6 @@ from nodeagent.registration import Clock, Lives, Sleep
 GRACE_S = 5.0
 ENGINES_MAX = 64
 GPU_KEYS_MAX = 4_000_000
-DRAM_BYTES_PER_S = 3e9
-DRAM_FIXED_S = 0.0005
-NVME_FIXED_S = 0.001
-READ_RATE_WEIGHT = 0.2
 AGAIN_MIN_S, AGAIN_MAX_S = 1.0, 60.0
 """After a fault an engine's work is begun again so much later, and twice as much after each fault that follows."""
 
@@ -73,8 +69,7 @@ class AttachedEngine:
     events: KvEventSource | None = None
     running: int = 0
     waiting: int = 0
-    dram_bytes_per_s: float = DRAM_BYTES_PER_S
-    nvme_bytes_per_s: Callable[[], float] | None = None
+    rates: EngineRates = field(default_factory=lambda: HostRates().for_engine())
     client: bytes = b""
     connection: Connection | None = None
     publisher: Publisher = field(init=False)
@@ -83,19 +78,8 @@ class AttachedEngine:
     grace: asyncio.Task[None] | None = None
 
     def load(self) -> Load:
-        """What its renewals report: rates in FLOP/s and bytes/s, and its queue."""
-        bytes_per_s, fixed_s = {Tier.DRAM: self.dram_bytes_per_s}, {Tier.DRAM: DRAM_FIXED_S}
-        if self.nvme_bytes_per_s is not None:
-            # A chunk on disk is read into DRAM first, and from there by the engine.
-            bytes_per_s[Tier.NVME] = 1 / (1 / self.nvme_bytes_per_s() + 1 / self.dram_bytes_per_s)
-            fixed_s[Tier.NVME] = DRAM_FIXED_S + NVME_FIXED_S
-        rates = Rates(self.flops, bytes_per_s, fixed_s)
-        return Load(rates=rates, running=self.running, waiting=self.waiting)
-
-    def note_read(self, read_bytes: int, read_s: float) -> None:
-        """Correct the rate of its host's DRAM by a read it has made."""
-        if read_bytes and 0 < read_s < math.inf and (seen := read_bytes / read_s) < math.inf:
-            self.dram_bytes_per_s += READ_RATE_WEIGHT * (seen - self.dram_bytes_per_s)
+        """What its renewals report: its rates, and its queue."""
+        return Load(rates=self.rates.rates(self.flops), running=self.running, waiting=self.waiting)
 
     def doubt(self) -> None:
         """What follows it has met a fault: nothing that it said is believed any more."""
@@ -125,8 +109,7 @@ class Roster:
 
     `group` holds the engines' tasks, but for those that end a life: they outlast a group that is ending, and `close`
     waits for them. A fault in an engine's work is logged and costs that engine alone. `host` is written into every
-    registration. `nvme_bytes_per_s` is the rate at which the host's disk is read, where it has that tier. `follow`
-    runs beside each foreign engine.
+    registration. `rates` are what loading costs on this host. `follow` runs beside each foreign engine.
     """
 
     def __init__(
@@ -140,7 +123,7 @@ class Roster:
         sleep: Sleep,
         metrics: AgentMetrics,
         walk_interval_s: float,
-        nvme_bytes_per_s: Callable[[], float] | None = None,
+        rates: HostRates,
         follow: Follow | None = None,
     ) -> None:
         self._host = host
@@ -151,7 +134,7 @@ class Roster:
         self._sleep = sleep
         self._metrics = metrics
         self._walk_interval_s = walk_interval_s
-        self._nvme_bytes_per_s = nvme_bytes_per_s
+        self._rates = rates
         self._follow = follow
         self._engines: dict[str, AttachedEngine] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -257,7 +240,7 @@ class Roster:
             hello.flops,
             _identity_digest(hello),
             hello.events,
-            nvme_bytes_per_s=self._nvme_bytes_per_s,
+            rates=self._rates.for_engine(),
         )
         lives = Lives(self._directory, registration, engine.load, self._sleep, self._metrics)
         engine.publisher = Publisher(

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 import socket
+import time
 from collections import Counter
 from collections.abc import Collection
 
@@ -183,7 +184,11 @@ class Session:
                     self._reading_opens += 1
                     group.create_task(self._open_reading(message, engine, holder))
                 else:
-                    await self._send(self._open(message, engine, holder))
+                    began = time.perf_counter()
+                    answer = self._open(message, engine, holder)
+                    await self._send(answer)
+                    if answer.chunks:
+                        engine.rates.note_open(time.perf_counter() - began)
             case Close():
                 self._close(message, engine, holder)
             case Holding():
@@ -249,7 +254,7 @@ class Session:
         self._metrics.tokens_missed.inc((len(failed) + len(unread)) * tokens)
         if message.read_bytes and math.isfinite(message.read_s):
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
-            engine.note_read(message.read_bytes, message.read_s)
+            engine.rates.note_read(message.read_bytes, message.read_s)
         for held in failed:
             self._metrics.degraded.labels("read_failed").inc()
             self._tier.recheck(held.entry)

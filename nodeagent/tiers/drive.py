@@ -22,8 +22,9 @@ from nodeagent.tiers.dram import Withdrawn
 from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.drive_threads import DriveThreads, hanging_after
 from nodeagent.tiers.file_store import Store
+from nodeagent.tiers.load_cost import LoadCost
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
-from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, ReadRate
+from nodeagent.tiers.read_rate import BELIEVED, ReadRate
 from nodeagent.tiers.room import NVME, Room
 from nodeagent.tiers.self_test import SelfTest
 from nodeagent.tiers.write_pause import WRITE_PAUSE_S, WritePause
@@ -174,7 +175,8 @@ class Drive:
             "is_restoring": self.is_restoring,
             "is_write_paused": self.is_paused,
             "is_direct": self.tested is not None and self.tested.is_direct,
-            "read_bytes_per_s": round(self.rate.bytes_per_s),
+            "read_bytes_per_s": round(self.rate.cost.bytes_per_s),
+            "read_fixed_s": round(self.rate.cost.fixed_s, 6),
         }
 
     def fail(self, reason: str) -> None:
@@ -215,7 +217,7 @@ class Drive:
         except OSError as error:
             self.fail(f"it can't be opened: {error}")
         else:
-            self.rate = ReadRate(self.tested.read_bytes_per_s or BELIEVED_BYTES_PER_S)
+            self.rate = ReadRate(_believed_of(self.tested))
             self.room.check_fits(self.name, space)
 
     async def reopen(self) -> None:
@@ -277,6 +279,12 @@ class Drive:
 
     def _empty_index(self) -> NvmeIndex:
         return NvmeIndex(self._on_change)
+
+
+def _believed_of(tested: SelfTest) -> LoadCost:
+    """What reads from a drive cost, by its self-test, until there were any."""
+    fixed_s = BELIEVED.fixed_s if tested.read_fixed_s is None else tested.read_fixed_s
+    return LoadCost(fixed_s, tested.read_bytes_per_s or BELIEVED.bytes_per_s)
 
 
 def _reopen(store: Store) -> SelfTest:
