@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -316,6 +317,7 @@ class Agent:
     def _make_store(self, config: DriveConfig) -> Store:
         drive, store = str(config.path), FolderStore(str(config.path), fsync=self._config.nvme.fsync)
         if config.day_bytes is None:
+            self._metrics.write_budget_bytes.labels(drive).set(math.inf)
             logger.info("writes to %s have no endurance budget: its capacity_gb and dwpd aren't given", drive)
             return store
         budgeted = BudgetedStore(store, drive, drive, config.day_bytes)
@@ -366,7 +368,11 @@ class Agent:
         self._roster.process_gone(process)
         if self._tier.hierarchy is not None:
             hierarchy = self._tier.hierarchy
-            released = sum(hierarchy.release_holder(Holder(process, client)) for client in process.clients)
+            released = 0
+            for client, chunk_tokens in process.clients.items():
+                ended = hierarchy.release_holder(Holder(process, client))
+                self._metrics.tokens_missed.inc(ended * chunk_tokens)
+                released += ended
             self._tier.account()
             if released:
                 logger.info("process %d has ended; its %d references are released", process.pid, released)

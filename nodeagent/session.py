@@ -109,7 +109,7 @@ class Session:
                 process = self._processes.peer_of(self._connection)
                 hello = await self._read_hello()
                 engine = self._roster.attach(hello, process, self)
-            process.clients.add(hello.client)
+            process.clients[hello.client] = hello.chunk_tokens
             holder = Holder(process, hello.client)
             await self._send(Welcome(self._life))
             await self._serve(hello, engine, holder)
