@@ -30,6 +30,7 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.publisher import Publisher
 from nodeagent.registration import Lives
+from nodeagent.roster import AttachedEngine
 from nodeagent.tiers.chunk_file import FileHeader, file_bytes
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
@@ -199,6 +200,10 @@ async def measure_publisher(chunks: int, stops: Stops) -> None:
         running.cancel()
         watching.cancel()
         await asyncio.wait([running, watching])
+    engine = AttachedEngine("e", None, None, 1e9, b"")  # type: ignore[arg-type]
+    engine.publisher = publisher
+    snapshot = iter(engine.replacing_gpu([key_of(number)[:16] for number in range(0, chunks, 2)]))
+    stops.each("publisher: a step of an engine's snapshot", lambda _: next(snapshot, None), range(chunks // 1_024))
     with stops.step("publisher: 1,024 chunks withdrawn"):
         for number in range(1_024):
             publisher.record_in(Tier.NVME, key_of(number)[:16], 0)

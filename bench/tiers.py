@@ -27,6 +27,8 @@ from typing import Any
 
 import xxhash
 
+from directory.tiers import Tier
+from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
@@ -125,7 +127,7 @@ async def start(folder: Path, rate: float) -> dict[str, Any]:
 
 
 def index(count: int) -> dict[str, Any]:
-    """What a chunk in the index costs, and what finding and touching it does."""
+    """What a chunk in the index costs, also with its place in what is announced, and what finding it does."""
     gc.collect()
     before, held = resident_bytes(), NvmeIndex(lambda key, mask: None)
     began = time.process_time()
@@ -134,6 +136,11 @@ def index(count: int) -> dict[str, Any]:
     added_s = time.process_time() - began
     gc.collect()
     took = resident_bytes() - before
+    announced = Inventory(count)
+    for number in range(count):
+        announced.set(key_of(number)[:16], int(Tier.NVME))
+    gc.collect()
+    took_announced = resident_bytes() - before
     began = time.process_time()
     *_, account = held.account_of_use()
     ordered = order_of_use(account)
@@ -144,6 +151,7 @@ def index(count: int) -> dict[str, Any]:
     return {
         "chunks": len(ordered.rows),
         "bytes_per_chunk": took / count,
+        "bytes_per_announced_chunk": took_announced / count,
         "add_us": added_s / count * 1e6,
         "order_s": ordered_s,
         "get_us": (time.process_time() - began) / found * 1e6,

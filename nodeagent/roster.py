@@ -8,9 +8,10 @@ its `gpu` placements end with it: what it stored belongs to the host.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import chain, islice, repeat
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ from nodeagent.registration import Clock, Lives, Sleep
 GRACE_S = 5.0
 ENGINES_MAX = 64
 GPU_KEYS_MAX = 4_000_000
+NOTE_STEP_KEYS = 1_024
 AGAIN_MIN_S, AGAIN_MAX_S = 1.0, 60.0
 """After a fault an engine's work is begun again so much later, and twice as much after each fault that follows."""
 
@@ -83,7 +85,7 @@ class AttachedEngine:
 
     def doubt(self) -> None:
         """What follows it has met a fault: nothing that it said is believed any more."""
-        self.replace_gpu([])
+        self.publisher.record_all({})
         self.running = self.waiting = 0
 
     def note_load(self, report: LoadReport) -> None:
@@ -92,16 +94,29 @@ class AttachedEngine:
         if 0 < report.flops < math.inf:
             self.flops = report.flops
 
-    def replace_gpu(self, keys: list[bytes]) -> None:
-        """The whole `gpu` inventory, as directory keys, most recently used last."""
-        self.publisher.record_all(dict.fromkeys(keys, int(Tier.GPU)))
+    def replacing_gpu(self, keys: list[bytes]) -> Iterator[None]:
+        """The whole `gpu` inventory, as directory keys, most recently used last: noted a step at a time.
+
+        Whoever takes the steps may let others have their turn in between, but not another word of this engine's.
+        """
+        held = dict.fromkeys(keys)
+        gone = [key for key in self.publisher.inventory if key not in held]
+        return self._noting(chain(zip(gone, repeat(0)), zip(held, repeat(int(Tier.GPU)))))
+
+    def changing_gpu(self, stored: list[bytes], evicted: list[bytes]) -> Iterator[None]:
+        """Newest states of the `gpu` tier, in the same way."""
+        return self._noting(chain(zip(stored, repeat(int(Tier.GPU))), zip(evicted, repeat(0))))
 
     def change_gpu(self, stored: list[bytes], evicted: list[bytes]) -> None:
-        """Newest states of the `gpu` tier."""
-        for key in stored:
-            self.publisher.record(key, int(Tier.GPU))
-        for key in evicted:
-            self.publisher.record(key, 0)
+        """The same at once, of few."""
+        for _ in self.changing_gpu(stored, evicted):
+            pass
+
+    def _noting(self, states: Iterator[tuple[bytes, int]]) -> Iterator[None]:
+        while step := list(islice(states, NOTE_STEP_KEYS)):
+            for key, mask in step:
+                self.publisher.record(key, mask)
+            yield
 
 
 class Roster:

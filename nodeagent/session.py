@@ -15,7 +15,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from directory.tiers import Tier
 from nodeagent.errors import DoorProtocolError, HelloRefused, TierUnavailable
@@ -204,12 +204,19 @@ class Session:
                     self._tier.account()
             case GpuSnapshot():
                 if engine.events is None:
-                    engine.replace_gpu(message.keys)
+                    await self._note_gpu(engine.replacing_gpu(message.keys))
             case GpuChanges():
                 if engine.events is None:
-                    engine.change_gpu(message.stored, message.evicted)
+                    await self._note_gpu(engine.changing_gpu(message.stored, message.evicted))
             case LoadReport():
                 engine.note_load(message)
+
+    async def _note_gpu(self, steps: Iterator[None]) -> None:
+        """Tens of thousands of keys at once would keep everybody waiting; what a newer connection says counts."""
+        for _ in steps:
+            await asyncio.sleep(0)
+            if self._is_superseded:
+                return
 
     async def _open_reading(self, message: Open, engine: AttachedEngine, holder: Holder) -> None:
         """Answer an open whose run goes on on disk: what is read in time is held, then handed out as one run.

@@ -111,7 +111,10 @@ class Drive:
         return max(threads.oldest_s() for threads in self._threads)
 
     async def read(self, entry: NvmeEntry, arena: Arena, slot: int) -> bool:
-        """Fill a slot with a chunk's verified bytes. `False` is a miss; a bad file goes, and its placement first."""
+        """Fill a slot with a chunk's verified bytes. `False` is a miss; a bad file goes, and its placement first.
+
+        That is no use yet: who opens a run touches all of it once, where each read would walk up to its root.
+        """
         started, read_bytes = time.monotonic(), 0
         self.rate.begin(started)
         try:
@@ -138,7 +141,6 @@ class Drive:
             self.rate.end(time.monotonic(), read_bytes)
         self._read_errors = 0
         self._metrics.read_seconds.labels(NVME).observe(time.monotonic() - started)
-        self.index.touch(entry.label.storage_key)
         return True
 
     def doom(self, entry: NvmeEntry, reason: str) -> None:
