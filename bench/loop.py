@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from bench.tiers import header_of, key_of, no_wait, resident_bytes
 from directory.interface import Batch, Renewal
 from directory.members import HostRegistration, Load, Registration
 from directory.tiers import Tier
+from nodeagent.agent import SWITCH_INTERVAL_S
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
@@ -293,6 +295,7 @@ def main() -> None:
     parser.add_argument("--only", default="index,dram,publisher,start")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     stops, figures = Stops(), {}
     for part in options.only.split(","):
         gc.collect()

@@ -19,6 +19,7 @@ import mmap
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from typing import Any
 import xxhash
 
 from directory.tiers import Tier
+from nodeagent.agent import SWITCH_INTERVAL_S
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
@@ -86,6 +88,7 @@ async def start(folder: Path, rate: float) -> dict[str, Any]:
         changes[0] += 1
 
     drive = Drive(FolderStore(str(folder)), 1 << 40, count, no_wait, metrics, min_free_bytes=0)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     began = time.monotonic()
     await asyncio.to_thread(drive.store.open)
     opened_s = time.monotonic() - began
