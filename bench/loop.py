@@ -23,8 +23,8 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from bench.tiers import header_of, key_of, no_wait, resident_bytes
-from directory.interface import Batch, Renewal
-from directory.members import HostRegistration, Load, Registration
+from directory.interface import Batch
+from directory.members import TERM_S, HostRegistration, Load, Registration, Renewal
 from directory.tiers import Tier
 from nodeagent.agent import SWITCH_INTERVAL_S
 from nodeagent.inventory import Inventory
@@ -92,11 +92,11 @@ def measure_index(chunks: int, stops: Stops) -> None:
     headers = (header_of(number, LENGTH, key_of(number)[:16]) for number in range(chunks))
     stops.each("index: one header restored", lambda header: index.restore(header, 1.0), headers)
     copying = index.account_of_use()
-    account = step = next(copying)
-    while step is not None:
-        account = step
+    account = next(copying)
+    is_whole = False
+    while not is_whole:
         with stops.step("index: a step of being copied"):
-            step = next(copying, None)
+            is_whole = next(copying, None) is None
     ordered = order_of_use(account)
     steps = range(0, chunks, REORDER_STEP_KEYS)
     stops.each(
@@ -166,10 +166,12 @@ def measure_dram(chunks: int, stops: Stops) -> None:
 class WillingDirectory:
     """Takes everything at once, and keeps nothing: what is measured is the publisher."""
 
-    async def register(self, incarnation: bytes, registration: Registration, load: Load) -> None:
+    async def register(
+        self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
+    ) -> None:
         return
 
-    async def renew(self, incarnation: bytes, load: Load) -> Renewal:
+    async def renew(self, incarnation: bytes, load: Load, term_s: float = TERM_S) -> Renewal:
         return Renewal(known=True, lapsed_s=0.0)
 
     async def retire(self, incarnation: bytes) -> None:
