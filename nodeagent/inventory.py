@@ -16,6 +16,7 @@ from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.use_order import UseOrder
 
 MASKS = 256
+ALL_TIERS = MASKS - 1
 WALK_NUMBERS = 256
 """A row remembers the last of so many walks that needn't say it."""
 
@@ -47,13 +48,22 @@ class Inventory:
         """How many keys are of one partition."""
         return len(self._partitions[partition])
 
-    def set(self, key: bytes, mask: int) -> bool:
-        """Note the newest state of a key, as the most recently used. Returns whether the state is new."""
-        assert len(key) == DIRECTORY_KEY_BYTES, "a column takes what it is given"
+    def set(self, key: bytes, mask: int, among: int = ALL_TIERS) -> bool:
+        """Note the newest state of a key, as the most recently used. Returns whether the state is new.
+
+        What is known of other tiers than those `among` which `mask` speaks stays.
+        """
         partition = self._partitions[partition_of(key)]
-        before = partition.use(key, mask, may_add=self._keys < self._keys_max)
-        if before == mask or before is None:
+        row = partition.rows.find(key)
+        before = partition.masks[row] if row != NO_ROW else 0
+        mask |= before & ~among
+        if mask == before:
+            if mask:
+                partition.use(row)
             return False
+        if not before and self._keys >= self._keys_max:
+            return False
+        partition.change(row, key, mask)
         self._keys += bool(mask) - bool(before)
         self._counts[before] -= bool(before)
         self._counts[mask] += bool(mask)
@@ -101,12 +111,14 @@ class _Partition:
     """The keys of one partition. A walk's next is the newest row that isn't said; all rows that are older aren't."""
 
     def __init__(self) -> None:
-        self._keys, self._masks, self._said_in = bytearray(), bytearray(), bytearray()
-        self._rows = KeyTable(self._keys, DIRECTORY_KEY_BYTES)
+        self._keys, self._said_in = bytearray(), bytearray()
+        self.masks = bytearray()
+        self.rows = KeyTable(self._keys, DIRECTORY_KEY_BYTES)
         self._order = UseOrder()
         self._free = array("I")
         self._count = 0
         self._next = NO_ROW
+        self._number = 0
         self.unsaid = 0
         self.walk_number = 0
 
@@ -114,37 +126,32 @@ class _Partition:
         return self._count
 
     def mask(self, key: bytes) -> int:
-        row = self._rows.find(key)
-        return self._masks[row] if row != NO_ROW else 0
+        row = self.rows.find(key)
+        return self.masks[row] if row != NO_ROW else 0
 
     def oldest_first(self) -> Iterator[bytes]:
         return map(self._key, self._order.oldest_first())
 
-    def use(self, key: bytes, mask: int, *, may_add: bool) -> int | None:
-        """Note a key's state; returns the one before, and `None` for a new one that may not be added."""
-        row = self._rows.find(key)
+    def use(self, row: int) -> None:
+        """A key was used. One that is still to be said keeps its place."""
+        if self._said_in[row] == self._number:
+            self._order.make_newest(row)
+
+    def change(self, row: int, key: bytes, mask: int) -> None:
+        """A key's state has changed; the row is `NO_ROW` for one that is new."""
         if row == NO_ROW:
-            if mask and not may_add:
-                return None
-            if mask:
-                self._add(key, mask)
-            return 0
-        before = self._masks[row]
-        if mask == before:
-            if self._said_in[row] == self.walk_number % WALK_NUMBERS:
-                self._order.make_newest(row)
-            return before
+            self._add(key, mask)
+            return
         self._note_said(row)
         if mask:
-            self._masks[row] = mask
+            self.masks[row] = mask
             self._order.make_newest(row)
         else:
             self._order.remove(row)
-            self._rows.remove(row)
-            self._masks[row] = 0
+            self.rows.remove(row)
+            self.masks[row] = 0
             self._free.append(row)
             self._count -= 1
-        return before
 
     def begin_walk(self) -> int:
         self.walk_number += 1
@@ -152,6 +159,7 @@ class _Partition:
             # What no walk has said for so long must not pass for said: the numbers begin anew.
             self.walk_number += 1
             self._said_in[:] = bytes(len(self._said_in))
+        self._number = self.walk_number % WALK_NUMBERS
         self._next, self.unsaid = self._order.newest, self._count
         return self.walk_number
 
@@ -164,27 +172,27 @@ class _Partition:
         return keys
 
     def _add(self, key: bytes, mask: int) -> None:
+        assert len(key) == DIRECTORY_KEY_BYTES, "a column takes what it is given"
         row = self._free.pop() if self._free else self._new_row()
         self._keys[row * DIRECTORY_KEY_BYTES : (row + 1) * DIRECTORY_KEY_BYTES] = key
-        self._masks[row] = mask
-        self._said_in[row] = self.walk_number % WALK_NUMBERS
-        self._rows.add(row)
+        self.masks[row] = mask
+        self._said_in[row] = self._number
+        self.rows.add(row)
         self._order.add_newest(row)
         self._count += 1
 
     def _new_row(self) -> int:
-        row = len(self._masks)
+        row = len(self.masks)
         self._keys.extend(bytes(DIRECTORY_KEY_BYTES))
-        self._masks.append(0)
+        self.masks.append(0)
         self._said_in.append(0)
         self._order.make_place()
         return row
 
     def _note_said(self, row: int) -> None:
-        number = self.walk_number % WALK_NUMBERS
-        if self._said_in[row] == number:
+        if self._said_in[row] == self._number:
             return
-        self._said_in[row] = number
+        self._said_in[row] = self._number
         self.unsaid -= 1
         if row == self._next:
             self._next = self._order.older(row)

@@ -128,7 +128,8 @@ class Publisher:
 
     def record_in(self, tier: int, key: bytes, mask: int) -> None:
         """Note whether `key` is in one tier (`mask` is the tier's bit, or 0); what is known of others stays."""
-        self.record(key, self.inventory.mask(key) & ~tier | mask)
+        if self.inventory.set(key, mask, among=tier):
+            self._make_pending(self._lanes[partition_of(key)], key, self._clock())
 
     def record_all(self, states: Mapping[bytes, int]) -> None:
         """Note the whole inventory, least recently used first: keys that aren't in `states` are gone."""

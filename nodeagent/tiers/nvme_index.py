@@ -265,8 +265,7 @@ class NvmeIndex:
     def _touch(self, row: int) -> None:
         """The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
         while True:
-            self._order.remove(row)
-            self._order.add_newest(row)
+            self._order.make_newest(row)
             self._used_at_s[row] = _USED_NOW
             if not self._flags[row] & _HAS_PARENT:
                 return
