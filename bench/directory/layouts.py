@@ -13,8 +13,9 @@ import redis.asyncio
 from bench.directory.server import Server
 from directory import redis_schema
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.placements import PARTITIONS, PrefixMatch, ReachTable
+from directory.placements import PARTITIONS, PrefixMatch
 from directory.redis_directory import RedisDirectory
+from gateway.reach_matrix import ReachMatrix
 
 DEADLINE_S = 30.0
 TTL_MS = 7_200_000
@@ -73,7 +74,7 @@ class Layout(Protocol):
         """
         ...
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         """Read the holders of a prompt's chunks, and how far each engine reaches."""
         ...
 
@@ -105,7 +106,7 @@ class PackedRecords:
     def settle(self, keys: Sequence[bytes], lookups: int) -> None:
         _settle(self._server, redis_schema.record_key, keys, lookups)
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         found = await self.directory.lookup(keys, DEADLINE_S)
         return reaches.match(found.records)
 
@@ -136,7 +137,7 @@ class HashPipeline(_Hashes):
     name = "hash, HGETALL pipeline"
     command = "hgetall"
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
             pipeline.execute_command("HGETALL", _hash_key(key))
@@ -154,7 +155,7 @@ class HashLoop(_Hashes):
         super().__init__(server)
         self._script = server.client.script_load(_READ_HASHES)
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         call: Any = self._client.evalsha(self._script, len(keys), *map(_hash_key, keys))
         rows: list[list[bytes]] = await call
         return reaches.match([_packed(zip(row[::2], row[1::2], strict=True)) for row in rows])
