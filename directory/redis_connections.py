@@ -26,6 +26,10 @@ SEARCH_INTERVAL_MIN_S, SEARCH_INTERVAL_MAX_S = 0.1, 2.0
 PROBE_INTERVAL_S = 0.1
 """How long after a silent server was asked in vain it is asked again, where somebody wants it."""
 
+MGET_KEYS_MAX = 16
+"""Keys of one MGET, of which several are sent together: a Valkey from version 9 on fetches the keys of so many commands
+into its caches while it reads on. That takes a quarter of a lookup's time there, and adds nothing elsewhere."""
+
 HOPS_MAX = 3
 """Times that a read is sent on: to where its slot has moved, key by key while the slot moves, and to its new home."""
 
@@ -130,14 +134,17 @@ class Connections:
     async def read(self, groups: Sequence[Sequence[bytes]], partition: int) -> list[Answer]:
         """The values of keys, one after the other; `None`: no such key; an error in place of what didn't arrive.
 
-        Each group is one MGET, all in one round trip to the server of `partition`, which they share as far as known.
+        Keys of a group may stand in one command; all are asked in one round trip to the server of `partition`, which
+        they share as far as is known.
         """
         await self._find_owners()
         asks: list[_Ask] = []
         begun = 0
         for group in groups:
-            asks.append(_Ask(group, range(begun, begun + len(group))))
-            begun += len(group)
+            for start in range(0, len(group), MGET_KEYS_MAX):
+                keys = group[start : start + MGET_KEYS_MAX]
+                asks.append(_Ask(keys, range(begun, begun + len(keys))))
+                begun += len(keys)
         answers: list[Answer] = [None] * begun
         await self._ask(self._node_of(partition).address, asks, answers)
         return answers
@@ -322,11 +329,6 @@ class Connections:
 
 async def _mget(node: RedisNode, asks: Sequence[_Ask], asking: bool) -> list[Any]:
     """Each ask's reply or the error that it was answered with, in one round trip."""
-    if len(asks) == 1 and not asking:
-        try:
-            return [await node.execute("MGET", *asks[0].keys)]
-        except ResponseError as error:
-            return [error]
     commands: list[Command] = []
     for ask in asks:
         commands += ([ASKING] if asking else []) + [("MGET", *ask.keys)]
@@ -339,11 +341,14 @@ def _fill(answers: list[Answer], ask: _Ask, values: list[bytes | None] | Excepti
     answers[ask.places[0] : ask.places[-1] + 1] = [values] * len(ask.keys) if isinstance(values, Exception) else values
 
 
+_VALUE_TYPES = frozenset((bytes, type(None)))
+
+
 def _values_of(reply: Any, keys: int) -> list[bytes | None] | Exception:
     if isinstance(reply, Exception):
         return reply
     if not isinstance(reply, list) or len(reply) != keys:
         return TypeError("no list of records")
-    if not all(value is None or isinstance(value, bytes) for value in reply):
+    if not _VALUE_TYPES.issuperset(map(type, reply)):
         return TypeError("no records")
     return reply

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 from directory import redis_schema as schema
@@ -216,13 +217,13 @@ class RedisDirectory:
             shards = await self._within(self._connections.find_shards(), ends_at - now())
         reads = {}
         for groups in _divided(keys, shards):
-            names = [self._keys.records(keys[place] for place in group) for group in groups]
+            names = [self._keys.records(map(keys.__getitem__, group)) for group in groups]
             reads[self._begin(self._connections.read(names, partition_of(keys[groups[0][0]])))] = groups
         await asyncio.wait(reads, timeout=max(0.0, ends_at - now()))
         records: list[bytes | None] = [None] * len(keys)
         errors: list[Exception] = []
         for task, groups in reads.items():
-            places = [place for group in groups for place in group]
+            places = list(chain.from_iterable(groups))
             for place, answer in zip(places, _answers_of(task, len(places), ends_at - began_at), strict=True):
                 if isinstance(answer, Exception):
                     errors.append(answer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from directory.redis_directory import RedisDirectory
 
 KEY = b"k" * 16
 LIFE = b"l" * 8
+COMMAND = re.compile(rb"\*[0-9]+\r\n\$[0-9]+\r\n[A-Z_]+\r\n")
 ENGINE = EngineRegistration(
     "e", "h", "http://e:1", ("m",), Identity("m", "w", "t", "f", "l"), ModelShape(1e6, 2, 8, 32), 16, 128
 )
@@ -36,8 +38,8 @@ class StrangeServer:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            while await reader.read(65_536):
-                writer.write(self.reply)
+            while asked := await reader.read(65_536):
+                writer.write(self.reply * max(1, len(COMMAND.findall(asked))))
                 await writer.drain()
         writer.transport.abort()
 
