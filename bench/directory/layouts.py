@@ -102,7 +102,7 @@ class PackedRecords:
     def hear_of(self, lives: Sequence[bytes]) -> None:
         """Let every partition have heard of these lives just now: holders of others would go."""
         seconds, _ = self._server.client.time()
-        attempts = dict.fromkeys(lives, f"0:{seconds * 1000}")
+        attempts: dict[Any, Any] = dict.fromkeys(lives, f"0:{seconds * 1000}")
         for partition in range(PARTITIONS):
             self._server.client.hset(redis_schema.attempts_key(partition), mapping=attempts)
 
@@ -138,7 +138,8 @@ class BareMget:
         """The same."""
 
     async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
-        self._socket.sendall(hiredis.pack_command(("MGET", *redis_schema.DEFAULT_KEYSPACE.records(keys))))
+        names = redis_schema.DEFAULT_KEYSPACE.records(keys)
+        self._socket.sendall(hiredis.pack_command(("MGET", *names)))  # type: ignore[arg-type]  # It says: of one.
         while not (reply := self._reader.gets()):
             self._reader.feed(self._socket.recv(READ_BYTES))
         return reaches.match(reply)

