@@ -128,7 +128,7 @@ class Agent:
         nvme = self._nvme
         return {
             "host": self._config.host,
-            "directory": self._host.lives.trouble or "ok",
+            "directory": self._host.trouble or "ok",
             "incarnations": _names(self._host),
             "pending_keys": self._host.pending_keys,
             "tiers": {
@@ -150,7 +150,7 @@ class Agent:
                     "models": list(engine.registration.models),
                     "process": engine.process.pid,
                     "is_connected": engine.connection is not None,
-                    "directory": engine.publisher.lives.trouble or "ok",
+                    "directory": engine.publisher.trouble or "ok",
                     "incarnations": _names(engine.publisher),
                     "pending_keys": engine.publisher.pending_keys,
                     "gpu_chunks": len(engine.publisher.inventory),
@@ -359,7 +359,7 @@ class Agent:
         used, limit = {Tier.DRAM: self._tier.used_bytes}, {Tier.DRAM: self._tier.quota_bytes}
         if self._nvme is not None:
             used[Tier.NVME], limit[Tier.NVME] = self._nvme.used_bytes, self._nvme.quota_bytes
-        return Load(tier_bytes_used=used, tier_bytes_limit=limit)
+        return Load(tier_bytes_used=used, tier_bytes_limit=limit, is_directory_full=self._host.refusals.is_full)
 
     def _process_gone(self, process: Process) -> None:
         self._roster.process_gone(process)

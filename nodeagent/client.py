@@ -125,11 +125,14 @@ class ChunkClient:
         return self._tier_known.wait(timeout_s)
 
     def open(self, keys: Sequence[bytes], timeout_s: float) -> list[OpenedChunk]:
-        """References to the leading run of `keys` (storage keys) that the host holds, or reads from disk in time."""
+        """References to the leading run of `keys` (storage keys) that the host holds, or reads from disk in time.
+
+        For an engine that takes a run all at once or not at all: what comes stays open until it is closed.
+        """
         return self._open(keys, timeout_s, in_pieces=False).chunks
 
     def open_piece(self, keys: Sequence[bytes], timeout_s: float) -> OpenedPiece:
-        """The same, of a run that may be longer than what the host can hold at once.
+        """The same, of a run that may be longer than what the host can hold at once: engines here load this way.
 
         Where it `goes_on`, close these chunks and open the keys behind them, or the host counts those as not wanted.
         """

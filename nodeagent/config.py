@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
 
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.redis_schema import KEY_PREFIX
+from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
+from directory.server_url import URL_FORMS
 from nodeagent.publisher import WALK_INTERVAL_S
 from nodeagent.tiers.arena_memory import ArenaWish, HugePages
 from nodeagent.tiers.drive import READ_THREADS
@@ -57,15 +58,10 @@ class AgentListenConfig(Section):
 class AgentDirectoryConfig(Section):
     """The fleet's directory."""
 
-    url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379"),
-        description="redis://[user:password@]host:port, unix://[user:password@]/path, "
-        "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
-        "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://.",
-    )
+    url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379"), description=URL_FORMS)
     key_prefix: str = Field(
         KEY_PREFIX,
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        pattern=KEY_PREFIX_PATTERN,
         description="Begins every key of this fleet: letters, digits, -, _ and .; the same for all parts of a fleet.",
     )
     walk_interval_s: float = Field(
