@@ -25,7 +25,7 @@ ENGINE = EngineRegistration(
 
 
 class StrangeServer:
-    """Answers each read with `reply`, and one that asks where the servers are with `where`."""
+    """Answers each command with `reply`, and one that asks where the servers are with `where`."""
 
     def __init__(self) -> None:
         self.reply = b""
@@ -40,7 +40,8 @@ class StrangeServer:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             while asked := await reader.read(65_536):
                 is_search = b"CLUSTER\r\n" in asked or b"SENTINEL\r\n" in asked
-                writer.write(self.where if is_search else self.reply)
+                reads_table = b"HGETALL\r\n" in asked  # with two other commands
+                writer.write(self.where if is_search else self.reply * (3 if reads_table else 1))
                 await writer.drain()
         writer.transport.abort()
 
