@@ -235,7 +235,7 @@ class Forgetter:
         hierarchy = self._dram.hierarchy
         entries = hierarchy.entries() if hierarchy is not None else []
         drives = [(drive, drive.index) for drive in self._drives if drive.is_up]
-        accounts = [index.account_of_chains() for _, index in drives]
+        accounts = [await _account_of(index) for _, index in drives]
         held = [Held(each.label, each.identity, each.written_at_s) for each in entries]
         found = await asyncio.to_thread(_find, held, accounts, self._tombstones, self._dram.labels.labels())
         return _Search(entries, drives, found)
@@ -328,6 +328,17 @@ class Forgetter:
                 await drive.room.remove(files, drive.index)
                 drive.account()
                 self._left[drive.name] = {name for name, _ in files if name in drive.room.stuck}
+
+
+async def _account_of(index: NvmeIndex) -> ChainAccount:
+    steps = index.account_of_chains()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            account: ChainAccount = done.value
+            return account
+        await asyncio.sleep(0)
 
 
 def _find(

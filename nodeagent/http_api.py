@@ -93,13 +93,6 @@ def create_api(
     async def prefetch_chunks(request: Request) -> dict[str, int]:
         return {"accepted": prefetch(await _read_keys(request))}
 
-    @app.post("/engines/{engine}/reset_prefix_cache", dependencies=admins)
-    async def reset_prefix_cache(engine: str) -> dict[str, str]:
-        outcome = await reset(engine)
-        if outcome is not ResetOutcome.DONE:
-            raise HTTPException(RESET_STATUS[outcome], outcome.value)
-        return {"status": outcome.value}
-
     @app.get("/files/{sha256}")
     async def file(sha256: str) -> Response:
         content = files.get(sha256)
@@ -107,9 +100,9 @@ def create_api(
             raise HTTPException(404, "no attached engine has brought a file with this sha256")
         return Response(content, media_type="application/octet-stream")
 
-    app.include_router(_pins_api(pins), dependencies=admins)
-    if forget_api is not None:
-        app.include_router(forget_api, dependencies=admins)
+    for router in (_pins_api(pins), _reset_api(reset), forget_api):
+        if router is not None:
+            app.include_router(router, dependencies=admins)
     return app
 
 
@@ -117,6 +110,19 @@ async def _check_token(token: str | None, request: Request) -> None:
     given = request.headers.get("authorization", "")
     if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         raise HTTPException(401, "this needs the agent's admin token", {"www-authenticate": "Bearer"})
+
+
+def _reset_api(reset: Callable[[str], Awaitable[ResetOutcome]]) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/engines/{engine}/reset_prefix_cache")
+    async def reset_prefix_cache(engine: str) -> dict[str, str]:
+        outcome = await reset(engine)
+        if outcome is not ResetOutcome.DONE:
+            raise HTTPException(RESET_STATUS[outcome], outcome.value)
+        return {"status": outcome.value}
+
+    return router
 
 
 def _pins_api(pins: Pins | None) -> APIRouter:

@@ -5,16 +5,19 @@ position: when a chunk is looked at, the verdict on the chunk before it is known
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
+from nodeagent.tiers.interned import Interned
 from nodeagent.tiers.tombstones import CUT_BYTES, Tombstone, Tombstones
 
 HAS_DIRECTORY_KEY = 1
 HAS_PARENT = 2
+COPY_STEP_BYTES = 8 << 20
+"""What is copied of a column between two turns of the event loop."""
 
 Origin = tuple[bytes, bytes | None]
 """Whose bytes a chunk's are: the digest of its identity, and its salt's tag, where that is known."""
@@ -64,6 +67,37 @@ def account_of(chunks: Sequence[Held]) -> ChainAccount:
         used_at_s=array("d", (each.written_at_s for each in chunks)),
         serials=array("I", [1]) * len(chunks),
         values={number: origin for origin, number in origins.items()},
+    )
+
+
+def account_in_steps(
+    columns: tuple[bytearray, bytearray, bytearray, bytearray],
+    numbers: tuple["array[int]", "array[float]", "array[int]", "array[int]"],
+    origins: Interned[Origin],
+) -> Generator[None, None, ChainAccount]:
+    """Copies a tier's columns, in the order of the account's fields, a stretch at a time, and returns the account.
+
+    Rows may change between steps. Those whose serial isn't what it was in the beginning hold nothing in the account.
+    """
+    positions, used_at_s, live_origins, live_serials = numbers
+    serials = live_serials[:]
+    rows = len(serials)
+    copies: list[bytes] = []
+    sizes = [len(column) for column in columns]  # before anything is added
+    for column, size in zip(columns, sizes, strict=True):
+        copied = bytearray()
+        for start in range(0, size, COPY_STEP_BYTES):
+            copied += column[start : min(start + COPY_STEP_BYTES, size)]
+            yield
+        copies.append(bytes(copied))
+    now = live_serials[:rows]
+    if serials != now:
+        for row in range(rows):
+            serials[row] *= serials[row] == now[row]
+    values = {number: origin for origin, number in origins.items()}
+    keys, parents, directory_keys, flags = copies
+    return ChainAccount(
+        keys, parents, directory_keys, flags, positions[:rows], live_origins[:rows], used_at_s[:rows], serials, values
     )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+import msgspec
+
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import OpenedSlot, PutOutcome
@@ -29,12 +31,12 @@ RESERVATION_S = 30.0
 """How long an unfinished put keeps others from putting the same key."""
 
 
-@dataclass(eq=False, slots=True)
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
     `identity` is the digest of the identity whose bytes these are; `written_at_s` is the wall time at which its put
-    began. A forgotten chunk's slot is zeroed before it is used again.
+    began. A forgotten chunk's slot is zeroed before it is used again. Many, and in no cycle: as with labels, the
+    garbage collector leaves them alone.
     """
 
     label: ChunkLabel

@@ -12,15 +12,16 @@ when it was used, but a parent was often written before its children, and must n
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
+from typing import TypeVar
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
-from nodeagent.tiers.chains import HAS_DIRECTORY_KEY, HAS_PARENT, ChainAccount, Origin
+from nodeagent.tiers.chains import HAS_DIRECTORY_KEY, HAS_PARENT, ChainAccount, Origin, account_in_steps
 from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
 from nodeagent.tiers.found_files import FoundFiles
 from nodeagent.tiers.interned import Interned
@@ -28,7 +29,9 @@ from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
 
-REORDER_STEP_KEYS = 4_096
+REORDER_STEP_KEYS = 2_048
+COPY_STEP_ITEMS = 1 << 18
+Column = TypeVar("Column", bytearray, "array[int]", "array[float]")
 _SERIAL_MASK = 0xFFFF_FFFF
 _USED_NOW = math.inf
 
@@ -235,30 +238,31 @@ class NvmeIndex:
             self._delete(row)
         return victims
 
-    def account_of_chains(self) -> ChainAccount:
-        """What `find_forgotten` needs."""
-        return ChainAccount(
-            bytes(self._keys),
-            bytes(self._parents),
-            bytes(self._directory_keys),
-            bytes(self._flags),
-            self._positions[:],
-            self._origins[:],
-            self._used_at_s[:],
-            self._serials[:],
-            {number: origin for origin, number in self._known_origins.items()},
-        )
+    def account_of_chains(self) -> Generator[None, None, ChainAccount]:
+        """Makes what `find_forgotten` needs, a step at a time, and returns it."""
+        columns = (self._keys, self._parents, self._directory_keys, self._flags)
+        numbers = (self._positions, self._used_at_s, self._origins, self._serials)
+        return account_in_steps(columns, numbers, self._known_origins)
 
-    def account_of_use(self) -> UseAccount:
-        """What `order_of_use` needs."""
-        return UseAccount(
-            self._table.copy(self._keys[:]),
-            self._parents[:],
-            self._flags[:],
-            self._positions[:],
-            self._used_at_s[:],
-            self._serials[:],
+    def account_of_use(self) -> Iterator[UseAccount]:
+        """Makes what `order_of_use` needs, a step at a time: the same object each time, whole after the last.
+
+        Things may change between steps. Serials are copied first of the columns: a row that changed meanwhile has
+        another one, and `put_in_order` leaves it where it is. Rows that only the table has are never found.
+        """
+        rows, keys = self.rows, bytearray()
+        account = UseAccount(self._table.copy(keys), bytearray(), bytearray(), array("Q"), array("d"), array("I"))
+        steps = chain(
+            _copy(self._serials, account.serials, rows),
+            _copy(self._keys, keys, rows * STORAGE_KEY_BYTES),
+            _copy(self._parents, account.parents, rows * STORAGE_KEY_BYTES),
+            _copy(self._flags, account.flags, rows),
+            _copy(self._positions, account.positions, rows),
+            _copy(self._used_at_s, account.used_at_s, rows),
         )
+        yield account
+        for _ in steps:
+            yield account
 
     def put_in_order(self, ordered: OrderOfUse, start: int, count_max: int) -> None:
         """Put restored chunks in their places: a stretch of them, from the newest on."""
@@ -278,8 +282,7 @@ class NvmeIndex:
     def _touch(self, row: int) -> None:
         """The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
         while True:
-            self._order.remove(row)
-            self._order.add_newest(row)
+            self._order.make_newest(row)
             self._used_at_s[row] = _USED_NOW
             if not self._flags[row] & HAS_PARENT:
                 return
@@ -398,6 +401,13 @@ class NvmeIndex:
         checksum = bytes(self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES])
         identity, _ = self._known_origins.value(self._origins[row])
         return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row])
+
+
+def _copy(column: Column, copied: Column, items: int) -> Iterator[None]:
+    """Fill a copy with the first `items` of a column, a stretch at a time."""
+    for start in range(0, items, COPY_STEP_ITEMS):
+        copied += column[start : min(start + COPY_STEP_ITEMS, items)]
+        yield
 
 
 def order_of_use(account: UseAccount) -> OrderOfUse:

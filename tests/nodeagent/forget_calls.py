@@ -2,8 +2,9 @@
 
 import http.client
 import json
-from dataclasses import replace
 from urllib.parse import urlsplit
+
+from msgspec.structs import replace
 
 from directory.identity import Scope
 from nodeagent.client import ChunkClient, ChunkLabel, PutResult

@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 
 from nodeagent.errors import ChunkConflict, ChunkCorrupt, ChunkForeign
 from nodeagent.labels import ChunkLabel
@@ -55,7 +56,7 @@ def test_a_header_has_the_golden_bytes():
 
 
 def test_a_salt_tag_follows_the_fields_that_earlier_releases_wrote():
-    tagged = replace(GOLDEN, label=replace(GOLDEN.label, salt_tag=b"s" * 16))
+    tagged = replace(GOLDEN, label=changed(GOLDEN.label, salt_tag=b"s" * 16))
     data, fields = encode_header(tagged), bytes.fromhex(GOLDEN_FIELDS)
     assert data[: len(fields) + 16] == fields + b"s" * 16
     assert decode_header(encode_header(GOLDEN)).label.salt_tag is None
