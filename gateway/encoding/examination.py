@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gateway.encoding.cuts import CutRules, cut_rules, pieces_everywhere
+from gateway.encoding.cuts import CutRules, CutterEverywhere, cut_rules
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, Unsupported, read_pipeline
@@ -54,7 +54,7 @@ def examine(content: bytes) -> Examination:
         return Examination(backend.name, token_chars_max, None, str(error))
     if {token.content: token.token_id for token in pipeline.added_tokens} != reference.added_tokens():
         return Examination(backend.name, token_chars_max, None, "added tokens under other ids than the file says")
-    rules = cut_rules(pipeline.family, pipeline.vocabulary)
+    rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
     pipeline = replace(pipeline, vocabulary=())
     rest = BACKENDS[backend.name](pipeline.without_prefix) if pipeline.without_prefix else backend
     depth = proven_depth(pipeline, rules, backend, rest)
@@ -82,10 +82,14 @@ def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Back
     """The greatest depth at which nasty texts, cut wherever the rules allow it, have the ids of the whole texts."""
     texts = list(nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS))
     expected = _encodings(whole, texts)
-    for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.coarse else (Depth.SEGMENTS,):
-        encoder = PieceEncoder(pipeline, rules, whole, rest, PROOF_CACHE_BYTES, pieces_everywhere, uncut_chars_max=0)
-        encoder.depth = depth
-        if [(encoder.encode(text), encoder.encode(text, True)) for text in texts] == expected:
+    for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.every else (Depth.SEGMENTS,):
+        encoders = [
+            PieceEncoder(pipeline, CutterEverywhere(rules, piece_chars), whole, rest, PROOF_CACHE_BYTES)
+            for piece_chars in (0, whole.piece_chars)
+        ]
+        for encoder in encoders:
+            encoder.depth = depth
+        if all([(each.encode(text), each.encode(text, True)) for text in texts] == expected for each in encoders):
             return depth
         logger.warning("a tokenizer's texts can't be taken apart as its pipeline says: %s", depth.name)
     return Depth.WHOLE

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.examination import Examination
 from gateway.encoding.examiner import examine_apart
@@ -84,7 +85,8 @@ async def load_tokenizer(
     parts = verdict.parts
     if parts is None:
         return WholeTexts(whole, pool, verdict.reason), verdict.token_chars_max
-    encoder = PieceEncoder(parts.pipeline, parts.rules, whole, rest, cache_bytes_max)
+    cutter = Cutter(parts.rules, whole.piece_chars)
+    encoder = PieceEncoder(parts.pipeline, cutter, whole, rest, cache_bytes_max)
     encoder.depth = parts.depth
     return CachedPieces(encoder, whole, pool, check, verdict.reason), verdict.token_chars_max
 
