@@ -3,8 +3,8 @@
     python -m bench.encoding [--quick] [--json] [--families llama3_1 gemma3]
     python -m bench.encoding --fuzz [--texts 20000] [--seed 1]
 
-The tokenizers are installed by `make test-encoding`. Costs are CPU time of this process, threads included; plain and ours
-take turns, and every result's ids are compared. Never-seen text is compared with the gateway's backend alone.
+The tokenizers are installed by `make test-encoding`. Costs are CPU time of this process, threads included; plain and
+ours take turns, and every result's ids are compared. Never-seen text is compared with the gateway's backend alone.
 """
 
 import argparse

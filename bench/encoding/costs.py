@@ -113,7 +113,7 @@ class _Meter:
         for number in range(self.setting.rounds):
             # The backend remembers words itself, so each has texts of its own, of one kind; and they take turns.
             ours, theirs = (writer.text(int(self.setting.prompt_tokens * self.token_chars)) for _ in range(2))
-            steps = [lambda t=theirs: self.tokenizer.whole.encode(t), lambda t=ours: encoder.encode(t)]
+            steps = [lambda t=theirs: self.tokenizer.rest.encode(t), lambda t=ours: encoder.encode(t)]
             results = [_timed(step) for step in (steps if number % 2 else reversed(steps))]
             (alone, alone_ms), (ids, ours_ms) = results if number % 2 else reversed(results)
             per_token = len(alone) / len(ids)
@@ -143,7 +143,7 @@ class _Meter:
 
     def _cost(self, workload: str, rows: Sequence[tuple[int, float, float]]) -> Cost:
         tokens, plain_ms, ours_ms = (statistics.median(column) for column in zip(*rows, strict=True))
-        return Cost(self.tokenizer.name, self.tokenizer.whole.name, workload, int(tokens), plain_ms, ours_ms)
+        return Cost(self.tokenizer.name, self.tokenizer.rest.name, workload, int(tokens), plain_ms, ours_ms)
 
 
 def _timed(step: Callable[[], Result]) -> tuple[Result, float]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from gateway.encoding.cuts import CutRules, Cutter, CutterEverywhere, cut_rules
-from gateway.encoding.examination import fastest_backend
+from gateway.encoding.examination import fastest_backend, rest_backends
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, read_pipeline
@@ -36,7 +36,7 @@ class Tokenizer:
     def encoder(self, cache_bytes_max: int) -> PieceEncoder:
         """An encoder as the gateway uses it."""
         encoder = PieceEncoder(
-            self.pipeline, Cutter(self.rules, self.whole.piece_chars), self.whole, self.rest, cache_bytes_max
+            self.pipeline, Cutter(self.rules, self.rest.piece_chars), self.whole, self.rest, cache_bytes_max
         )
         encoder.depth = Depth.PIECES
         return encoder
@@ -65,7 +65,10 @@ def load(name: str, content: bytes, backend: str | None = None) -> Tokenizer:
     reference, pipeline = HuggingFaceBackend(text), read_pipeline(text)
     whole = fastest_backend(text, reference) if backend is None else BACKENDS[backend](text)
     rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
-    rest = BACKENDS[whole.name](pipeline.without_prefix) if pipeline.without_prefix else whole
+    if backend is None:
+        rest = next(rest_backends(pipeline, whole))
+    else:
+        rest = BACKENDS[backend](pipeline.without_prefix) if pipeline.without_prefix else whole
     return Tokenizer(name, pipeline, rules, reference, whole, rest)
 
 
@@ -73,7 +76,7 @@ def fuzz(tokenizer: Tokenizer, texts: int, seed: int) -> FuzzReport:
     """Of four texts one is cut at every place, one at every place between added tokens only, one at every place within
     gaps only, and one as the gateway cuts, but finer.
     """
-    report = FuzzReport(tokenizer.name, tokenizer.whole.name)
+    report = FuzzReport(tokenizer.name, tokenizer.rest.name)
     rules = tokenizer.rules
     cutters = (
         CutterEverywhere(rules, 0),

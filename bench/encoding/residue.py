@@ -49,7 +49,7 @@ def measure_memory(tokenizer: Tokenizer, tokens: int) -> Memory:
     writer = _FreshWords(random.Random(2))
     passed = 0
     while passed < tokens:
-        passed += len(tokenizer.whole.encode(writer.text(TEXT_CHARS))) // 4
+        passed += len(tokenizer.rest.encode(writer.text(TEXT_CHARS))) // 4
     encoder = tokenizer.encoder(CACHE_BYTES_MAX)
     before, passed = _resident_bytes(), 0
     while passed < tokens:
@@ -65,7 +65,7 @@ async def measure_lag(tokenizer: Tokenizer, prompts: int, prompt_tokens: int) ->
     texts = [writer.text(prompt_tokens * token_chars) for _ in range(prompts)]
     pool = EncodePool()
     prompt_tokenizer = CachedPieces(
-        tokenizer.encoder(CACHE_BYTES_MAX), tokenizer.whole, pool, SelfCheck(pool, lambda: None)
+        tokenizer.encoder(CACHE_BYTES_MAX), tokenizer.whole, tokenizer.rest, pool, SelfCheck(pool, lambda: None)
     )
     idle = await _lags_during(asyncio.sleep(1.0))
     lengths: list[int] = []

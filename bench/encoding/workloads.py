@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODULES = 120
+MODULES = 40
 DOCSTRING_CHARS_MIN = 200
 CHINESE = (
     "大型语言模型的推理成本主要来自对提示词的预填充。", "如果前缀已经在缓存中，就不必重新计算。", "他昨天去了北京，今天回来。",

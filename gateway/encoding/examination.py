@@ -4,15 +4,16 @@ Both are tried on nasty texts before a request is encoded that way. Takes second
 (the reference can't be loaded without): `examiner.py` runs it in a process of its own.
 """
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gateway.encoding.cuts import CutRules, CutterEverywhere, cut_rules
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, Unsupported, read_pipeline
-from gateway.encoding.tokenizer import BACKENDS, Backend, FastokensBackend, HuggingFaceBackend
+from gateway.encoding.tokenizer import Backend, FastokensBackend, HuggingFaceBackend
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ PROOF_CACHE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a tokenizer's texts are taken apart, and how far that is proved."""
+    """How texts are taken apart, which backend encodes all but first pieces, and how far that is proved."""
 
     pipeline: Pipeline
     rules: CutRules
+    backend: str
     depth: Depth
 
 
@@ -56,12 +58,12 @@ def examine(content: bytes) -> Examination:
         return Examination(backend.name, token_chars_max, None, "added tokens under other ids than the file says")
     rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
     pipeline = replace(pipeline, vocabulary=())
-    rest = BACKENDS[backend.name](pipeline.without_prefix) if pipeline.without_prefix else backend
-    depth = proven_depth(pipeline, rules, backend, rest)
-    if depth is Depth.WHOLE:
-        return Examination(backend.name, token_chars_max, None, "taken apart, texts got other ids in a test")
-    reason = "" if depth is Depth.PIECES else "how it splits text isn't known"
-    return Examination(backend.name, token_chars_max, Parts(pipeline, rules, depth), reason)
+    for rest in rest_backends(pipeline, backend):
+        depth = proven_depth(pipeline, rules, backend, rest)
+        if depth is not Depth.WHOLE:
+            reason = "" if depth is Depth.PIECES else "how it splits text isn't known"
+            return Examination(backend.name, token_chars_max, Parts(pipeline, rules, rest.name, depth), reason)
+    return Examination(backend.name, token_chars_max, None, "taken apart, texts got other ids in a test")
 
 
 def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
@@ -78,6 +80,22 @@ def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
     return fast
 
 
+def rest_backends(pipeline: Pipeline, whole: Backend) -> Iterator[Backend]:
+    """What may encode all but first pieces, best first: it has no prefix to put, so fastokens may do where it can't
+    for `whole`.
+    """
+    if not pipeline.without_prefix:
+        yield whole
+        return
+    fast: Backend | None = None
+    with contextlib.suppress(Exception):  # whatever it doesn't support
+        fast = FastokensBackend(pipeline.without_prefix)
+    if fast is not None:
+        yield fast
+    if whole.name != FastokensBackend.name:
+        yield HuggingFaceBackend(pipeline.without_prefix)
+
+
 def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Backend) -> Depth:
     """The greatest depth at which nasty texts, cut wherever the rules allow it, have the ids of the whole texts."""
     texts = list(nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS))
@@ -85,7 +103,7 @@ def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Back
     for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.every else (Depth.SEGMENTS,):
         encoders = [
             PieceEncoder(pipeline, CutterEverywhere(rules, piece_chars), whole, rest, PROOF_CACHE_BYTES)
-            for piece_chars in (0, whole.piece_chars)
+            for piece_chars in (0, rest.piece_chars)
         ]
         for encoder in encoders:
             encoder.depth = depth

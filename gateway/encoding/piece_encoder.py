@@ -39,7 +39,8 @@ class PartialEncoding:
     parts: list[bytes]
     places: tuple[dict[str, list[int]], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
     wholes: list[tuple[str, bool, int, int]] = field(default_factory=list)
-    missing_chars: int = 0
+    missing_chars: list[int] = field(default_factory=lambda: [0, 0])
+    """Of later pieces, and of first ones."""
 
 
 class PieceEncoder:
@@ -113,9 +114,14 @@ class PieceEncoder:
         places = partial.places[is_first]
         if piece not in places:
             places[piece] = []
-            partial.missing_chars += len(piece)
+            partial.missing_chars[is_first] += len(piece)
         places[piece].append(len(partial.parts))
         partial.parts.append(b"")
+
+    def is_quick(self, partial: PartialEncoding) -> bool:
+        """Whether the missing pieces can be encoded without holding an event loop too long."""
+        limits = (backend.inline_chars_max for backend in self._backends)
+        return all(missing <= limit for missing, limit in zip(partial.missing_chars, limits, strict=True))
 
     def encode_missing(self, partial: PartialEncoding) -> tuple[list[bytes], list[bytes]]:
         """The ids of the missing pieces, in order: for any thread."""

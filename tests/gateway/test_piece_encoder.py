@@ -100,11 +100,11 @@ def test_only_what_is_new_is_encoded(tokenizer: Tokenizer) -> None:
     lines = [f"Line {number} of the document says something that no other line says." for number in range(600)]
     document = "\n\n".join("\n".join(lines[start : start + 5]) for start in range(0, 600, 5))
     first = f"<|im_start|>user\nRead this.\n\n{document}<|im_end|>\n"
-    assert encoder.look_up(first).missing_chars > len(document) * 0.9
+    assert encoder.look_up(first).missing_chars[False] > len(document) * 0.9
     encoder.encode(first)
-    assert encoder.look_up(first).missing_chars == 0
+    assert encoder.look_up(first).missing_chars[False] == 0
     elsewhere = f"<|im_start|>user\nAnother question about it:\n\n{document}\n\nIs it so?<|im_end|>\n"
-    assert encoder.look_up(elsewhere).missing_chars < len(document) / 4
+    assert encoder.look_up(elsewhere).missing_chars[False] < len(document) / 4
     assert encoder.encode(elsewhere) == tokenizer.reference.encode(elsewhere)
 
 
@@ -140,7 +140,7 @@ def test_what_is_in_flight_while_all_is_forgotten_is_not_kept(tokenizer: Tokeniz
     partial = encoder.look_up("some words")
     encoder.flush()
     assert encoder.join(partial, encoder.encode_missing(partial), False) == tokenizer.reference.encode("some words")
-    assert encoder.look_up("some words").missing_chars > 0
+    assert encoder.look_up("some words").missing_chars[False] > 0
 
 
 def test_pieces_depend_on_their_text_alone() -> None:

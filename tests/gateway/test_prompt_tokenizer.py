@@ -73,7 +73,7 @@ def pieces_of(
     encoder = PieceEncoder(tokenizer.pipeline, Cutter(tokenizer.rules, 256), backend, backend, 2**20)
     encoder.depth = Depth.PIECES
     check = check or SelfCheck(pool, Mismatches(), draw=lambda: 1.0)
-    return CachedPieces(encoder, backend, pool, check), encoder
+    return CachedPieces(encoder, backend, backend, pool, check), encoder
 
 
 async def test_a_loaded_tokenizer_gives_the_references_ids_and_is_quick_at_once(
