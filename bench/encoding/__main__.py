@@ -19,7 +19,7 @@ from bench.encoding.fuzz import fuzz, load
 from bench.encoding.residue import Lag, Memory, measure_lag, measure_memory
 from bench.encoding.tokenizer_packages import FAMILIES, InstallationError, tokenizer_json
 
-FULL, QUICK = Setting(32_768, 15), Setting(4_096, 2)
+FULL, QUICK = Setting(32_768, 9), Setting(4_096, 2)
 MEMORY_TOKENS, QUICK_MEMORY_TOKENS = 5_000_000, 100_000
 LAG_PROMPTS, LAG_TOKENS, QUICK_LAG_PROMPTS, QUICK_LAG_TOKENS = 60, 100_000, 4, 10_000
 MISMATCHES_SHOWN = 3
