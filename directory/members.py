@@ -85,13 +85,17 @@ Registration = HostRegistration | EngineRegistration
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an incarnation reports with each renewal: the account of its tiers, and the rates it has observed."""
+    """What an incarnation reports with each renewal: the account of its tiers, and the rates it has observed.
+
+    `is_directory_full`: its placements are refused, because the directory's server has no memory left.
+    """
 
     rates: Rates | None = None
     tier_bytes_used: Mapping[Tier, int] = field(default_factory=dict)
     tier_bytes_limit: Mapping[Tier, int] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
+    is_directory_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,8 @@ class Member:
 
     @property
     def is_live(self) -> bool:
-        """Whether its placements are believed."""
-        return not self.retired and self.remaining_s > 0
+        """Whether its placements are believed. A dead one has more than a term left where the clock went back."""
+        return not self.retired and 0 < self.remaining_s <= TERM_MAX_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,8 @@ def encode_load(load: Load) -> bytes:
         "running": load.running,
         "waiting": load.waiting,
     }
+    if load.is_directory_full:
+        row["directory_full"] = True
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -185,6 +191,7 @@ def decode_load(data: bytes) -> Load:
             tier_bytes_limit=_tiers(row["limit"]),
             running=_number(row["running"]),
             waiting=_number(row["waiting"]),
+            is_directory_full=row.get("directory_full") is True,
         )
     except KeyError as error:
         raise UnreadableMember(f"a load report lacks the field {error}") from error

@@ -84,6 +84,7 @@ def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
     return {
         "directory": fleet.directory_state,
         "directory_age_seconds": None if age_s is None else round(age_s, 1),
+        "directory_full_for": list(fleet.directory_full_for),
         "lookups": lookup.state,
         "lookup_pauses": lookup.pauses,
     }

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import tokenizers
@@ -83,7 +84,7 @@ class _Meter:
         encoder.encode(text)
         # Each request's text is an object of its own, whose hash isn't known yet.
         copies = [text.encode().decode() for _ in range(self.setting.rounds)]
-        return self._cost("identical prompt", [self._both(lambda t=copy: t, encoder.encode) for copy in copies])
+        return self._cost("identical prompt", [self._both(partial(str, copy), encoder.encode) for copy in copies])
 
     def last_turn(self, writer: Writer) -> Cost:
         """The twentieth turn, with render and keys; what an earlier turn had was seen."""
@@ -94,7 +95,7 @@ class _Meter:
             *earlier, last = conversation(writer, TURNS, turn_chars)
             for messages in earlier:
                 encoder.encode(self._rendered(messages))
-            pairs.append(self._both(lambda last=last: self._rendered(last), encoder.encode, with_keys=True))
+            pairs.append(self._both(partial(self._rendered, last), encoder.encode, with_keys=True))
         return self._cost("20th turn, with render and keys", pairs)
 
     def shuffled_documents(self, writer: Writer) -> Cost:
@@ -104,7 +105,7 @@ class _Meter:
         encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
         first, *later = [self._rendered(each) for each in questions(writer, documents, 1 + self.setting.rounds)]
         encoder.encode(first)
-        return self._cost("shuffled documents", [self._both(lambda t=text: t, encoder.encode) for text in later])
+        return self._cost("shuffled documents", [self._both(partial(str, text), encoder.encode) for text in later])
 
     def never_seen(self, writer: Writer) -> Cost:
         """Text that nobody has seen, against the backend alone: what looking up costs where it is in vain."""
@@ -113,7 +114,7 @@ class _Meter:
         for number in range(self.setting.rounds):
             # The backend remembers words itself, so each has texts of its own, of one kind; and they take turns.
             ours, theirs = (writer.text(int(self.setting.prompt_tokens * self.token_chars)) for _ in range(2))
-            steps = [lambda t=theirs: self.tokenizer.rest.encode(t), lambda t=ours: encoder.encode(t)]
+            steps = [partial(self.tokenizer.rest.encode, theirs), partial(encoder.encode, ours)]
             results = [_timed(step) for step in (steps if number % 2 else reversed(steps))]
             (alone, alone_ms), (ids, ours_ms) = results if number % 2 else reversed(results)
             per_token = len(alone) / len(ids)

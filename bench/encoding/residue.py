@@ -6,7 +6,9 @@ import gc
 import os
 import random
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from bench.encoding.fuzz import Tokenizer
 from bench.encoding.workloads import Writer
@@ -84,9 +86,9 @@ async def measure_lag(tokenizer: Tokenizer, prompts: int, prompt_tokens: int) ->
     return Lag(tokenizer.name, prompts, tokens, _share(idle, 0.99), _share(lags, 0.5), _share(lags, 0.99), lags[-1])
 
 
-async def _lags_during(work: "asyncio.Future[None] | object") -> list[float]:
+async def _lags_during(work: Coroutine[Any, Any, object]) -> list[float]:
     """Ascending, in ms."""
-    task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    task = asyncio.create_task(work)
     lags = []
     while not task.done():
         due = time.perf_counter() + TICK_S

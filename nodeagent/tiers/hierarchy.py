@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+import msgspec
+
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import OpenedSlot, PutOutcome
@@ -23,15 +25,16 @@ from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import EvictionPolicy
 
+DRAM_BIT, NVME_BIT = int(Tier.DRAM), int(Tier.NVME)  # flags are slow, and a long prefix is opened chunk by chunk
 RESERVATION_S = 30.0
 """How long an unfinished put keeps others from putting the same key."""
 
 
-@dataclass(eq=False, slots=True)
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
-    `identity` is the digest of the identity whose bytes these are.
+    `identity` is the digest of the identity whose bytes these are. Many, and in no cycle: as with labels, the garbage
+    collector leaves them alone.
     """
 
     label: ChunkLabel
@@ -151,10 +154,11 @@ class Hierarchy:
         opened = []
         for entry in entries:
             number = next(self._numbers)
-            tier = Tier.NVME if entry.label.storage_key in from_nvme else Tier.DRAM
-            holds.references[number] = HeldChunk(entry, tier)
+            is_read = entry.label.storage_key in from_nvme
+            holds.references[number] = HeldChunk(entry, Tier.NVME if is_read else Tier.DRAM)
             self.hold(entry)
-            opened.append(OpenedSlot(number, entry.slot, entry.generation, entry.length, entry.checksum, int(tier)))
+            bit = NVME_BIT if is_read else DRAM_BIT
+            opened.append(OpenedSlot(number, entry.slot, entry.generation, entry.length, entry.checksum, bit))
         for entry in reversed(entries):
             self._report(entry.label.directory_key)
         if entries:
@@ -363,7 +367,7 @@ class Hierarchy:
 
     def _report(self, key: bytes | None) -> None:
         if key is not None:
-            self._on_change(key, int(Tier.DRAM) if key in self._copies else 0)
+            self._on_change(key, DRAM_BIT if key in self._copies else 0)
 
     def _forget_if_empty(self, holder: Hashable) -> None:
         holds = self._holds.get(holder)
