@@ -53,6 +53,7 @@ class AgentMetrics:
             "warmroute_nvme_drive_up", "1 while a drive is used, 0 in quarantine", ["drive"], registry=registry
         )
         self._add_endurance(registry)
+        self._add_peers(registry)
         self._add_announcing(registry)
 
     def _add_endurance(self, registry: CollectorRegistry) -> None:
@@ -72,6 +73,32 @@ class AgentMetrics:
             "warmroute_nvme_written_today_bytes",
             "Bytes written to a drive since midnight (UTC), headers and padding included",
             ["drive"],
+            registry=registry,
+        )
+
+    def _add_peers(self, registry: CollectorRegistry) -> None:
+        self.peer_bytes = Counter(
+            "warmroute_peer_bytes", "Bytes of chunks from and to other hosts' agents", ["direction"], registry=registry
+        )
+        self.peer_fetched = Counter(
+            "warmroute_peer_fetched_chunks", "Chunks brought into dram from other hosts' agents", registry=registry
+        )
+        self.peer_fetch_seconds = Histogram(
+            "warmroute_peer_fetch_seconds",
+            "Seconds to bring one chunk from another host's agent, from asking to indexing",
+            registry=registry,
+            buckets=READ_BUCKETS_S,
+        )
+        self.peer_refused = Counter(
+            "warmroute_peer_hints_refused",
+            "Chunks that hints named and that weren't fetched, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.peer_failures = Counter(
+            "warmroute_peer_failures",
+            "Conversations with other hosts' agents that went wrong, by reason",
+            ["reason"],
             registry=registry,
         )
 

@@ -24,6 +24,11 @@ class ReadRate:
         self._span_bytes = 0
         self._has_seen = False
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a read was seen: until then, `bytes_per_s` is what was believed."""
+        return self._has_seen
+
     def begin(self, now_s: float) -> None:
         """A read begins."""
         if not self._under_way:
