@@ -81,6 +81,8 @@ class PeerConnection:
     """Asks for one chunk at a time. After anything is raised, or bytes are left unread, it can only be closed."""
 
     def __init__(self, wire: Wire) -> None:
+        self.has_answered = False
+        """Whether it was of use before: then it may have ended while nobody used it."""
         self._wire = wire
 
     async def ask(self, directory_key: bytes, identities: Collection[bytes]) -> Chunk | None:
@@ -93,6 +95,7 @@ class PeerConnection:
         answer = decode_answer(header, await receive(self._wire, body_length(header), IDLE_S))
         if answer.directory_key != directory_key:
             raise PeerBadBytes("another chunk was sent than was asked for")
+        self.has_answered = True
         if not isinstance(answer, Chunk):
             return None
         if answer.identity not in identities:

@@ -257,17 +257,16 @@ class PeerFetcher:
     async def _ask(self, peer: Peer, key: bytes, identities: Sequence[bytes]) -> tuple[PeerConnection, Chunk | None]:
         """What the peer has, and the connection by which its bytes come. Raises `PeerError`."""
         while True:
-            idle = peer.take_idle()
-            connection = idle or await self._dialer.dial(peer.address)
+            connection = peer.take_idle() or await self._dialer.dial(peer.address)
             asked_s = self._clock()
             try:
                 chunk = await connection.ask(key, identities)
             except PeerUnreachable:
                 connection.close()
-                if idle is None:
-                    raise
-                # It may have ended while nobody used it: that says nothing of the peer.
-                continue
+                if connection.has_answered:
+                    # It may have ended while nobody used it, which says nothing of the peer.
+                    continue
+                raise
             except BaseException:
                 connection.close()
                 raise

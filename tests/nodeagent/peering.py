@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from nodeagent.client import ChunkClient
+from nodeagent.client import ChunkClient, PutResult
 from nodeagent.hints import PeerHint, read_address
 from nodeagent.peers import fetcher, worth
 from nodeagent.peers.protocol import (
@@ -28,9 +28,11 @@ from nodeagent.peers.protocol import (
 )
 from tests.nodeagent.running import (
     CHUNK_BYTES,
+    WAIT_S,
     RunningAgent,
     connected,
     eventually,
+    label,
     make_hello,
     payload,
     running_agent,
@@ -81,11 +83,16 @@ def pair(
 
 
 @contextmanager
-def lone(folder: Path, **changes: Any) -> Iterator[tuple[RunningAgent, ChunkClient]]:
+def lone(folder: Path, hello: Any = None, **changes: Any) -> Iterator[tuple[RunningAgent, ChunkClient]]:
     """An agent that fetches, and its engine."""
     with running_agent(folder, **({"dram_bytes": DRAM_BYTES, "peers": FETCHING} | changes)) as agent:
-        with connected(agent.config.door) as engine:
+        with connected(agent.config.door, hello) as engine:
             yield agent, engine
+
+
+def put(engine: ChunkClient, *names: str) -> None:
+    for name in names:
+        assert engine.put(label(name), payload(name), WAIT_S) is PutResult.STORED
 
 
 def hint(agent: RunningAgent, address: str, *names: str) -> int:

@@ -7,7 +7,6 @@ import pytest
 from directory.identity import Identity
 from directory.members import HostRegistration
 from directory.tiers import Tier
-from nodeagent.client import PutResult
 from nodeagent.hints import PeerHint, read_address
 from nodeagent.peers import fetcher, worth
 from nodeagent.tiers.chunk_file import file_bytes
@@ -26,6 +25,7 @@ from tests.nodeagent.peering import (
     hint,
     lone,
     pair,
+    put,
     refused,
 )
 from tests.nodeagent.running import (
@@ -33,17 +33,11 @@ from tests.nodeagent.running import (
     WAIT_S,
     connected,
     eventually,
-    label,
     make_hello,
     payload,
     read,
     storage_key,
 )
-
-
-def put(engine, *names):
-    for name in names:
-        assert engine.put(label(name), payload(name), WAIT_S) is PutResult.STORED
 
 
 def hits(agent, source, tier="dram"):
