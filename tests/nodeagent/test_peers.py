@@ -7,6 +7,7 @@ import pytest
 from directory.identity import Identity
 from directory.members import HostRegistration
 from directory.tiers import Tier
+from nodeagent.client import PutResult
 from nodeagent.hints import PeerHint, read_address
 from nodeagent.peers import fetcher, worth
 from nodeagent.tiers.chunk_file import file_bytes
@@ -33,6 +34,7 @@ from tests.nodeagent.running import (
     WAIT_S,
     connected,
     eventually,
+    label,
     make_hello,
     payload,
     read,
@@ -182,15 +184,20 @@ class Late:
 
 
 def test_two_who_want_one_chunk_fetch_it_once(tmp_path):
-    late = Late()
-    with StrangePeer(late) as peer, lone(tmp_path) as (agent, engine):
+    late = Late("ba")
+    slow = make_hello(flops=1e3)
+    with StrangePeer(late) as peer, lone(tmp_path, slow) as (agent, engine):
+        late.may_answer.set()
+        assert hint(agent, peer.address, "b") == 1
+        eventually(lambda: fetched(agent) == 1, "the probe")
+        late.may_answer.clear()
         assert hint(agent, peer.address, "a", "a") == 1
-        eventually(lambda: peer.asked == 1, "the question")
+        eventually(lambda: peer.asked == 2, "the question")
         assert hint(agent, peer.address, "a") == 0
         late.may_answer.set()
-        eventually(lambda: fetched(agent) == 1, "the fetch")
+        eventually(lambda: fetched(agent) == 2, "the fetch")
         assert hint(agent, peer.address, "a") == 0
-        assert peer.asked == 1
+        assert peer.asked == 2
         assert read(engine, "a") == payload("a")
         at_rest(agent)
 
@@ -310,4 +317,20 @@ def test_a_chunk_that_an_engine_stores_meanwhile_is_not_fetched_over_it(tmp_path
         assert fetched(agent) == 0
         assert read(engine, "a") == payload("a")
         eventually(lambda: hits(agent, "local") == TOKENS, "a local hit")
+        at_rest(agent)
+
+
+def test_other_bytes_than_lie_on_this_hosts_disk_are_not_taken(tmp_path):
+    late = Late()
+    nvme = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 100 * file_bytes(CHUNK_BYTES), "nvme_write": "through"}
+    with StrangePeer(late) as peer, lone(tmp_path, **nvme) as (agent, engine):
+        assert hint(agent, peer.address, "a") == 1
+        eventually(lambda: peer.asked == 1, "the question")
+        assert engine.put(label("a"), payload("other bytes"), WAIT_S) is PutResult.STORED
+        eventually(lambda: agent.status()["tiers"]["nvme"]["chunks"] == 1, "the file")
+        hierarchy = agent.agent._tier.hierarchy
+        agent.on_loop(lambda: hierarchy.drop(hierarchy.find(storage_key("a"))))
+        late.may_answer.set()
+        eventually(lambda: refused(agent, "put_conflict") == 1, "the refusal")
+        assert read(engine, "a") == payload("other bytes")
         at_rest(agent)
