@@ -80,14 +80,6 @@ def create_api(
     async def agent_status() -> dict[str, Any]:
         return status()
 
-    @app.post("/prefetch", status_code=202)
-    async def prefetch_chunks(request: Request) -> dict[str, int]:
-        return {"accepted": hints.prefetch(await _read_hint(request))}
-
-    @app.delete("/prefetch")
-    async def cancel_prefetch(request: Request) -> dict[str, int]:
-        return {"cancelled": hints.cancel(await _read_hint(request))}
-
     @app.post("/engines/{engine}/reset_prefix_cache")
     async def reset_prefix_cache(engine: str) -> dict[str, str]:
         outcome = await reset(engine)
@@ -102,8 +94,23 @@ def create_api(
             raise HTTPException(404, "no attached engine has brought a file with this sha256")
         return Response(content, media_type="application/octet-stream")
 
+    app.include_router(_hints_api(hints))
     app.include_router(_pins_api(pins))
     return app
+
+
+def _hints_api(hints: Hinted) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/prefetch", status_code=202)
+    async def prefetch(request: Request) -> dict[str, int]:
+        return {"accepted": hints.prefetch(await _read_hint(request))}
+
+    @router.delete("/prefetch")
+    async def cancel(request: Request) -> dict[str, int]:
+        return {"cancelled": hints.cancel(await _read_hint(request))}
+
+    return router
 
 
 def _pins_api(pins: Pins | None) -> APIRouter:

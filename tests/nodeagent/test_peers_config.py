@@ -1,11 +1,14 @@
 """What an agent is told about peers: off until there is a token, whole or refused, and its secret never shown."""
 
+import re
 import socket
 import ssl
+from pathlib import Path
 
 import pytest
 import yaml
 
+import nodeagent
 from nodeagent.config import AgentConfig, PeersConfig
 from nodeagent.errors import PeersUnavailable
 from nodeagent.hints import PeerHint, read_address
@@ -105,3 +108,15 @@ def test_hints_where_nothing_is_fetched_are_counted():
     with exchange(fetch="off") as off:
         assert (off.prefetch(given), off.cancel(given), off.rates()) == (0, 0, {})
         assert off._metrics.registry.get_sample_value("warmroute_peer_hints_refused_total", {"reason": "off"}) == 1
+
+
+def test_the_example_for_operators_is_a_configuration_and_its_metrics_are_there(tmp_path):
+    page = (Path(nodeagent.__file__).parent / "PEERS.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1].replace("0f5c…", TOKEN)
+    config = loaded(tmp_path, example)
+    assert (config.peers.listen.port, config.peers.may_fetch) == (8301, True)
+    named = set(re.findall(r"warmroute_[a-z_]+", page))
+    there = {sample.name for family in AgentMetrics().registry.collect() for sample in family.samples}
+    families = {family.name for family in AgentMetrics().registry.collect()}
+    assert not {name for name in named if name not in there and name.removesuffix("_total") not in families}
+    assert len(named) == 6
