@@ -146,12 +146,14 @@ class PeerFetcher:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                while True:
-                    await asyncio.sleep(SWEEP_S)
-                    for peer in self._peers.values():
-                        peer.close_idle(self._clock() - IDLE_MAX_S)
+                try:
+                    while True:
+                        await asyncio.sleep(SWEEP_S)
+                        for peer in self._peers.values():
+                            peer.close_idle(self._clock() - IDLE_MAX_S)
+                finally:
+                    self._group = None
         finally:
-            self._group = None
             for peer in self._peers.values():
                 peer.close_idle()
 

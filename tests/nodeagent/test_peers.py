@@ -264,6 +264,24 @@ def test_where_engines_hold_most_slots_nothing_is_fetched_and_nothing_given(tmp_
         at_rest(two.near)
 
 
+def test_of_more_peers_than_are_remembered_the_one_hinted_at_longest_ago_is_forgotten_unless_it_is_busy(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fetcher, "PEERS_KNOWN_MAX", 1)
+    late = Late()
+    with StrangePeer(late) as busy, StrangePeer(good("b")) as other, lone(tmp_path) as (agent, _):
+        assert hint(agent, busy.address, "a") == 1
+        eventually(lambda: busy.asked == 1, "the question")
+        assert hint(agent, other.address, "b") == 0
+        assert refused(agent, "too_many_peers") == 1
+        late.may_answer.set()
+        eventually(lambda: fetched(agent) == 1, "the fetch")
+        assert agent.status()["peers"]["bytes_per_s"].keys() == {busy.address}
+        assert hint(agent, other.address, "b") == 1
+        eventually(lambda: fetched(agent) == 2, "the other's")
+        assert agent.status()["peers"]["bytes_per_s"].keys() == {other.address}
+
+
 def test_before_an_engine_came_nothing_is_fetched(tmp_path):
     with StrangePeer(good("a")) as peer, lone(tmp_path) as (agent, engine):
         engine.stop()

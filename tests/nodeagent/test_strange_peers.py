@@ -113,11 +113,12 @@ def test_a_stream_that_ends_at_any_byte_leaves_nothing_and_the_next_one_brings_t
 
 @pytest.mark.parametrize("after_bytes", [0, 20, 60, 150, ANSWER_BYTES // 2])
 def test_a_peer_that_hangs_at_any_point_is_given_up(tmp_path, monkeypatch, after_bytes):
-    hurry(monkeypatch)
     with pair(tmp_path) as two, proxied(two) as proxy:
         put(two.far_engine, "a")
         proxy.cuts.append(Cut("stall", after_bytes))
-        end_of_hint(two.near, f"127.0.0.1:{proxy.port}", "a")
+        with monkeypatch.context() as hurried:
+            hurry(hurried)
+            end_of_hint(two.near, f"127.0.0.1:{proxy.port}", "a")
         assert failed(two.near, "unreachable") + failed(two.near, "refused") == 1
         assert two.hint("a") == 1
         eventually(lambda: fetched(two.near) == 1, "the chunk, from where nothing hangs")
@@ -265,7 +266,7 @@ def test_an_agent_that_stops_in_the_middle_of_a_fetch_ends_in_order(tmp_path):
 
 
 def test_a_peer_that_stops_reading_is_not_waited_for_and_the_chunk_is_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_S", 0.1)
+    monkeypatch.setattr(server_module, "IDLE_S", 0.5)
     large = make_hello("far-1", chunk_bytes=LARGE_BYTES)
     with pair(tmp_path, far={"dram_bytes": 4_096 + PEER_SLOTS * LARGE_BYTES}, far_hello=large) as two:
         assert two.far_engine.put(label("a"), payload("a", LARGE_BYTES), WAIT_S) is PutResult.STORED
@@ -290,8 +291,8 @@ GREETINGS = {
 
 @pytest.mark.parametrize("sent", GREETINGS.values(), ids=GREETINGS.keys())
 def test_who_does_not_greet_well_learns_nothing_and_is_not_kept(tmp_path, monkeypatch, sent):
-    monkeypatch.setattr(server_module, "GREETING_S", 0.3)
-    with pair(tmp_path) as two:
+    with pair(tmp_path) as two, monkeypatch.context() as hurried:
+        hurried.setattr(server_module, "GREETING_S", 0.3)
         put(two.far_engine, "a")
         host, _, port = two.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
@@ -301,6 +302,7 @@ def test_who_does_not_greet_well_learns_nothing_and_is_not_kept(tmp_path, monkey
                 while piece := connection.recv(4_096):
                     answered += piece
         assert len(answered) in (0, PREAMBLE_BYTES)
+        hurried.undo()
         eventually(lambda: two.far.status()["peers"]["connections"] == 0, "the end")
         assert two.hint("a") == 1
         eventually(lambda: fetched(two.near) == 1, "the others' fetch")
