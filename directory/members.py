@@ -94,6 +94,8 @@ Registration = HostRegistration | EngineRegistration
 class Load:
     """What an incarnation reports with each renewal: the account of its tiers, and the rates it has observed.
 
+    `is_directory_full`: its placements are refused, because the directory's server has no memory left.
+
     `peer_bytes_per_s`, of a host: how fast chunks came from other hosts' agents, by their `peer_address`. At most
     `PEERS_REPORTED_MAX` of them; a peer that isn't named wasn't measured lately.
     """
@@ -103,6 +105,7 @@ class Load:
     tier_bytes_limit: Mapping[Tier, int] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
+    is_directory_full: bool = False
     peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -118,8 +121,8 @@ class Member:
 
     @property
     def is_live(self) -> bool:
-        """Whether its placements are believed."""
-        return not self.retired and self.remaining_s > 0
+        """Whether its placements are believed. A dead one has more than a term left where the clock went back."""
+        return not self.retired and 0 < self.remaining_s <= TERM_MAX_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,8 @@ def encode_load(load: Load) -> bytes:
         "running": load.running,
         "waiting": load.waiting,
     }
+    if load.is_directory_full:
+        row["directory_full"] = True
     if load.peer_bytes_per_s:
         row["peers"] = dict(load.peer_bytes_per_s)
     return json.dumps(row, separators=(",", ":")).encode()
@@ -201,6 +206,7 @@ def decode_load(data: bytes) -> Load:
             tier_bytes_limit=_tiers(row["limit"]),
             running=_number(row["running"]),
             waiting=_number(row["waiting"]),
+            is_directory_full=row.get("directory_full") is True,
             peer_bytes_per_s=_peers(row.get("peers", {})),
         )
     except KeyError as error:

@@ -119,8 +119,9 @@ class Connections:
 
     def name_of(self, partition: int) -> str:
         """The address of the server that holds a partition, as far as is known."""
-        address = self._owners[partition] if self._owners is not None else None
-        return str(address) if address is not None else f"nobody (partition {partition})"
+        if self._owners is None:
+            return f"whoever has partition {partition}"
+        return str(self._owners[partition] or f"nobody (partition {partition})")
 
     async def execute(self, partition: int, *command: bytes | str | int) -> Any:
         """A command's reply from the server that holds a partition; redirects are errors."""

@@ -52,6 +52,8 @@ ROWS_AT_ONCE = 64
 TASKS_MAX = 16384
 """Calls begun and not ended, of all servers together; each server has a bound of its own as well."""
 
+SERVERS = "the directory's servers"
+
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -182,7 +184,7 @@ class RedisDirectory:
 
         def asker(shard: Shard) -> Callable[..., Awaitable[Any]]:
             async def execute(*command: Any) -> Any:
-                return await self._within(self._connections.execute(shard.partition, *command))
+                return await self._within(self._connections.execute(shard.partition, *command), of=shard.partition)
 
             return execute
 
@@ -201,7 +203,8 @@ class RedisDirectory:
             schema.REMEMBERED_MS,
             batch.acknowledged,
         )
-        held = await self._within(self._call_function(batch.partition, function, keys, args))
+        call = self._call_function(batch.partition, function, keys, args)
+        held = await self._within(call, of=batch.partition)
         with map_redis_errors():
             if not isinstance(held, int):
                 raise TypeError("no number")
@@ -242,7 +245,8 @@ class RedisDirectory:
             keys = (self._keys.registrations(home), *((self._keys.versions(home),) if with_versions else ()))
             calls.append(self._begin(self._call_function(home, function, keys, args, verb)))
         await asyncio.wait(calls, timeout=CALL_TIMEOUT_S)
-        outcomes = [_outcome_of(call, CALL_TIMEOUT_S) for call in calls]
+        name_of = self._connections.name_of
+        outcomes = [_outcome_of(call, CALL_TIMEOUT_S, name_of(home)) for home, call in zip(homes, calls, strict=True)]
         failed = {home: each for home, each in zip(homes, outcomes, strict=True) if isinstance(each, DirectoryError)}
         if len(failed) == len(homes):
             raise failed[homes[0]]
@@ -268,11 +272,14 @@ class RedisDirectory:
     ) -> Any:
         return await self._connections.call_function(partition, verb, name, len(keys), *keys, *args)
 
-    async def _within(self, call: Coroutine[Any, Any, _T], wait_s: float = CALL_TIMEOUT_S) -> _T:
-        """The result of a call, or `DirectoryUnavailable` after `wait_s`; the call itself goes on to its own bound."""
+    async def _within(self, call: Coroutine[Any, Any, _T], wait_s: float = CALL_TIMEOUT_S, of: int | None = None) -> _T:
+        """The result of a call, or `DirectoryUnavailable` after `wait_s`; the call itself goes on to its own bound.
+
+        `of`: the partition whose server is asked.
+        """
         task = self._begin(call)
         await asyncio.wait((task,), timeout=max(0.0, wait_s))
-        return _result_of(task, wait_s)
+        return _result_of(task, wait_s, SERVERS if of is None else self._connections.name_of(of))
 
     def _begin(self, call: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
         if self._closed or len(self._calls) >= TASKS_MAX:
@@ -311,17 +318,17 @@ class RedisDirectory:
         return tuple(members)
 
 
-def _result_of(task: "asyncio.Task[_T]", waited_s: float) -> _T:
+def _result_of(task: "asyncio.Task[_T]", waited_s: float, who: str) -> _T:
     if not task.done():
-        raise DirectoryUnavailable(f"no answer within {max(0.0, waited_s) * 1000:.0f} ms")
+        raise DirectoryUnavailable(f"no answer from {who} within {max(0.0, waited_s) * 1000:.0f} ms")
     if task.cancelled():
         raise DirectoryUnavailable("the client was closed")
     return task.result()
 
 
-def _outcome_of(task: "asyncio.Task[_T]", waited_s: float) -> _T | DirectoryError:
+def _outcome_of(task: "asyncio.Task[_T]", waited_s: float, who: str = SERVERS) -> _T | DirectoryError:
     try:
-        return _result_of(task, waited_s)
+        return _result_of(task, waited_s, who)
     except DirectoryError as error:
         return error
 

@@ -12,7 +12,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from directory import redis_schema as schema
+from directory.bounded_parser import BoundedParser
 from directory.errors import DirectoryError, DirectoryUnavailable, FunctionsMissing
+from directory.redis_errors import MISPLACED
 from directory.server_url import Address
 
 CALL_TIMEOUT_S = 1.0
@@ -43,6 +45,8 @@ class RedisNode:
         self._calls = 0
         self._asked_at: float | None = None
         self.is_silent = False
+        self.has_failed = False
+        """Whether the last call had no answer, or one that says that another server is to be asked."""
 
     @property
     def is_idle(self) -> bool:
@@ -71,25 +75,39 @@ class RedisNode:
     async def call_function(self, *call: bytes | str | int, asking: bool = False) -> Any:
         """A function's reply, after loading the library where the server hasn't got it (started afresh, flushed).
 
-        Raises `FunctionsMissing` where it may not be loaded; that is logged once, until the server has it.
+        A library that is there is replaced only where it lacks the function: it is an older release's. A fleet that
+        finds its server empty thus has it read the library once, not once a caller. Raises `FunctionsMissing` where
+        it may not be loaded; that is logged once, until the server has it.
         """
-        try:
-            reply = await self.execute(*call, asking=asking)
-        except ResponseError as error:
-            if "function not found" not in str(error).lower():
-                raise
-        else:
-            self._is_refusal_told = False
-            return reply
-        await self._load_functions()
+        for load in (self._load_where_missing, self._replace_functions):
+            try:
+                reply = await self.execute(*call, asking=asking)
+            except ResponseError as error:
+                if not _is_missing(error):
+                    raise
+                await load()
+            else:
+                self._is_refusal_told = False
+                return reply
         return await self.execute(*call, asking=asking)
 
-    async def _load_functions(self) -> None:
+    async def _load_where_missing(self) -> None:
+        try:
+            await self._load_functions()
+        except ResponseError as error:
+            if "already exists" not in str(error):
+                raise
+
+    async def _replace_functions(self) -> None:
+        _logger.info("%s has another release's functions, which lack one: they are replaced", self.address)
+        await self._load_functions("REPLACE")
+
+    async def _load_functions(self, *how: str) -> None:
         missing = f"{self.address} lacks the directory's functions"
         if not self._loads_functions:
             raise FunctionsMissing(f"{missing}: run `warmroute directory load` as a user that may load them")
         try:
-            await self.execute("FUNCTION LOAD", "REPLACE", schema.functions_source())
+            await self.execute("FUNCTION LOAD", *how, schema.functions_source())
         except NoPermissionError as error:
             sentence = f"{missing}, and this user may not load them: run `warmroute directory load` as the operator"
             if not self._is_refusal_told:
@@ -114,20 +132,27 @@ class RedisNode:
         self._calls += 1
         try:
             yield
-        except ResponseError:
+        except ResponseError as error:
             self._heard()
+            self.has_failed = isinstance(error, MISPLACED)
             raise
         except BaseException:
+            self.has_failed = True
             self.is_silent = self.is_silent or now() - (self._asked_at or asked_at) >= SILENT_AFTER_S
             raise
         else:
             self._heard()
+            self.has_failed = False
         finally:
             self._calls -= 1
 
     def _heard(self) -> None:
         self.is_silent = False
         self._asked_at = asyncio.get_running_loop().time() if self._calls > 1 else None
+
+
+def _is_missing(error: ResponseError) -> bool:
+    return "function not found" in str(error).lower()
 
 
 def _connection_pool(url: str) -> BlockingConnectionPool:
@@ -141,6 +166,7 @@ def _connection_pool(url: str) -> BlockingConnectionPool:
             socket_timeout=CALL_TIMEOUT_S,
             socket_connect_timeout=CALL_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
+            parser_class=BoundedParser,
         )
         pool.connection_class(**pool.connection_kwargs)  # No I/O: tells now what would be wrong with each connection.
     except (ValueError, RedisError) as error:

@@ -48,13 +48,13 @@ REMEMBERED_MS = round(REMEMBERED_S * 1000)
 
 KEY_PREFIX = "wr"
 """Begins every key, unless fleets that share a server are told apart by prefixes of their own."""
+KEY_PREFIX_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 TABLE_HOMES_IN_A_CLUSTER = (0, 8)
 """Partitions in whose slot a cluster keeps the fleet's table: twice, so that it outlives a shard."""
 
 _TABLE = b"reg"
 _ATTEMPTS = b"attempts"
-_PREFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 assert len(PARTITION_TAGS) == PARTITIONS
 
@@ -72,7 +72,7 @@ class Keyspace:
     """The names of one fleet's keys. Raises `DirectoryError` for a prefix that isn't letters, digits, `-`, `_`, `.`."""
 
     def __init__(self, prefix: str = KEY_PREFIX) -> None:
-        if not _PREFIX.fullmatch(prefix):
+        if not re.fullmatch(KEY_PREFIX_PATTERN, prefix):
             raise DirectoryError(f"a key prefix is 1 to 64 letters, digits, '-', '_' or '.', not {prefix!r}")
         self._prefix = prefix
         self._key = re.compile(re.escape(prefix).encode() + rb":(v[0-9]{1,4}):\{([0-9]{1,8})\}:(.*)\Z", re.DOTALL)

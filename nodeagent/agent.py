@@ -132,7 +132,7 @@ class Agent:
         nvme = self._nvme
         return {
             "host": self._config.host,
-            "directory": self._host.lives.trouble or "ok",
+            "directory": self._host.trouble or "ok",
             "incarnations": _names(self._host),
             "pending_keys": self._host.pending_keys,
             "tiers": {
@@ -143,6 +143,7 @@ class Agent:
                     "slots": hierarchy.arena.slots if hierarchy is not None else 0,
                     "references": hierarchy.open_references if hierarchy is not None else 0,
                     "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
+                    **self._tier.memory_status(),
                 },
                 **({Tier.NVME.label: self._nvme_status(nvme)} if nvme is not None else {}),
             },
@@ -154,7 +155,7 @@ class Agent:
                     "models": list(engine.registration.models),
                     "process": engine.process.pid,
                     "is_connected": engine.connection is not None,
-                    "directory": engine.publisher.lives.trouble or "ok",
+                    "directory": engine.publisher.trouble or "ok",
                     "incarnations": _names(engine.publisher),
                     "pending_keys": engine.publisher.pending_keys,
                     "gpu_chunks": len(engine.publisher.inventory),
@@ -173,7 +174,13 @@ class Agent:
         host = self._host
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
+            self._config.dram.quota_bytes,
+            partial(host.record_in, int(Tier.DRAM)),
+            withdrawn,
+            group,
+            self._metrics,
+            wish=self._config.dram.wish,
+            verify_reads=self._config.dram.verify_reads,
         )
         nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group)
@@ -248,7 +255,7 @@ class Agent:
         config = self._config.nvme
         if not config.drives:
             return
-        nvme = self._nvme = NvmeTier(partial(self._host.record_in, Tier.NVME))
+        nvme = self._nvme = NvmeTier(partial(self._host.record_in, int(Tier.NVME)))
         for each in config.drives:
             drive = Drive(
                 self._make_store(each),
@@ -360,7 +367,12 @@ class Agent:
         used, limit = {Tier.DRAM: self._tier.used_bytes}, {Tier.DRAM: self._tier.quota_bytes}
         if self._nvme is not None:
             used[Tier.NVME], limit[Tier.NVME] = self._nvme.used_bytes, self._nvme.quota_bytes
-        return Load(tier_bytes_used=used, tier_bytes_limit=limit, peer_bytes_per_s=self._peers.rates())
+        return Load(
+            tier_bytes_used=used,
+            tier_bytes_limit=limit,
+            is_directory_full=self._host.refusals.is_full,
+            peer_bytes_per_s=self._peers.rates(),
+        )
 
     def _process_gone(self, process: Process) -> None:
         self._roster.process_gone(process)

@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
 
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.redis_schema import KEY_PREFIX
+from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
+from directory.server_url import URL_FORMS
 from nodeagent.hints import read_address
 from nodeagent.publisher import WALK_INTERVAL_S
+from nodeagent.tiers.arena_memory import ArenaWish, HugePages
 from nodeagent.tiers.drive import READ_THREADS
 from nodeagent.tiers.drives import DRIVES_MAX
 from nodeagent.tiers.file_store import FsyncPolicy
+from nodeagent.tiers.machine_memory import MachineMemory
 from nodeagent.tiers.write_policy import PINS_MAX
 
 GB = 1e9
@@ -59,15 +62,10 @@ class AgentListenConfig(Section):
 class AgentDirectoryConfig(Section):
     """The fleet's directory."""
 
-    url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379"),
-        description="redis://[user:password@]host:port, unix://[user:password@]/path, "
-        "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
-        "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://.",
-    )
+    url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379"), description=URL_FORMS)
     key_prefix: str = Field(
         KEY_PREFIX,
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        pattern=KEY_PREFIX_PATTERN,
         description="Begins every key of this fleet: letters, digits, -, _ and .; the same for all parts of a fleet.",
     )
     walk_interval_s: float = Field(
@@ -84,11 +82,52 @@ class DramConfig(Section):
         le=1e6,
         description="Quota of the DRAM tier in GB (10^9 bytes), for all engines of the host together.",
     )
+    share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="The quota as a share of this machine's memory, or of its control group's where that has less; "
+        "instead of gb.",
+    )
+    huge_pages: HugePages = Field(
+        "auto",
+        description="Pages of 2 MiB: auto, from the kernel's pool where that has enough of them free, or else "
+        "transparent ones where the kernel gives them to shared memory, or else 4 KiB; on, no tier without; off.",
+    )
+    numa_node: int | None = Field(
+        None, ge=0, le=1_023, description="The NUMA node from which all its memory comes; any if left out."
+    )
+    verify_reads: bool = Field(
+        True,
+        description="Whether engines check the checksum of every chunk after they copied it; false trusts memory, and "
+        "every engine of the host, with what is stored.",
+    )
+
+    @field_validator("huge_pages", mode="before")
+    @classmethod
+    def _as_written(cls, value: object) -> object:
+        """YAML reads a bare on and off as truths."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if self.share is not None and "gb" in self.model_fields_set:
+            raise ValueError("gb and share can't both be given: one is the quota")
+        return self
 
     @property
     def quota_bytes(self) -> int:
-        """The quota in bytes."""
-        return round(self.gb * GB)
+        """The quota in bytes. A share is one of what the machine has now: ask once."""
+        return round(self.gb * GB) if self.share is None else int(self.share * MachineMemory().total_bytes())
+
+    @property
+    def wish(self) -> ArenaWish:
+        """The kind of memory that is wanted."""
+        return ArenaWish(self.huge_pages, self.numa_node)
+
+    def in_force(self) -> dict[str, Any]:
+        """What a share comes to."""
+        return {} if self.share is None else {"gb": self.quota_bytes / GB}
 
 
 class RatedConfig(Section):

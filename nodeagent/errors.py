@@ -2,6 +2,7 @@
 
 AgentError
 ├─ TierUnavailable     a tier can't be had as asked (memory, chunk size); the agent lives on without it
+│  └─ MemoryShort      the machine has the memory, but others hold it now: worth asking again
 ├─ ChunkCorrupt        a chunk's bytes or header aren't what they should be: a miss, and the copy goes
 │  └─ ChunkForeign     written by another version, or encrypted with a key that isn't here
 ├─ DriveAway           a drive is in quarantine, or too much waits for it: a miss, and nothing is wrong with its chunks
@@ -26,6 +27,10 @@ class AgentError(Exception):
 
 class TierUnavailable(AgentError):
     """A tier can't be had as asked; the message says what was asked and what there is."""
+
+
+class MemoryShort(TierUnavailable):
+    """Memory that this machine has is held by others at the moment."""
 
 
 class ChunkCorrupt(AgentError):

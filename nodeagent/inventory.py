@@ -38,6 +38,10 @@ class Inventory:
         """Note the newest state of a key, as the most recently used. Returns whether the state is new."""
         masks = self._masks[partition_of(key)]
         before = masks.get(key, 0)
+        if mask == before:
+            if mask:
+                masks.move_to_end(key)
+            return False
         if not mask:
             masks.pop(key, None)
         elif before or self._keys < self._keys_max:
@@ -48,7 +52,7 @@ class Inventory:
         self._keys += bool(mask) - bool(before)
         self._counts[before] -= 1
         self._counts[mask] += 1
-        return mask != before
+        return True
 
     def newest_first(self, partition: int) -> list[bytes]:
         """All keys of one partition, most recently used first."""

@@ -26,6 +26,8 @@ SEND_S = 2.0
 """How long a message that has begun to be sent may take; after that the connection is broken."""
 RECEIVE_BYTES = 1 << 18
 FDS_MAX = 2
+FD_BYTES = 4
+FDS_SPACE = socket.CMSG_SPACE(FDS_MAX * FD_BYTES)
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +35,20 @@ Answer = Opened | Reserved | Committed
 
 
 class _Waiter:
-    __slots__ = ("answer", "event")
+    """Waits for one answer, and is woken once. A bare lock: an `Event` costs as much as the message."""
+
+    __slots__ = ("_awake", "answer")
 
     def __init__(self) -> None:
-        self.event = threading.Event()
+        self._awake = threading.Lock()
+        self._awake.acquire()
         self.answer: Answer | None = None
+
+    def wait(self, timeout_s: float) -> None:
+        self._awake.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+
+    def wake(self) -> None:
+        self._awake.release()
 
 
 class Link:
@@ -54,13 +65,16 @@ class Link:
         self._waiting = threading.Lock()
         self._waiters: dict[int, _Waiter] | None = {}
         self._next_id = 0
+        self._incoming = bytearray(RECEIVE_BYTES)
         self._buffer = bytearray()
+        self._poll = select.poll()
         self._fds: list[int] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(SEND_S)
             self._socket.connect(door)
             self._socket.setblocking(False)
+            self._poll.register(self._socket, select.POLLIN)
             self._send_bytes(preamble(), SEND_S)
         except OSError:
             self._socket.close()
@@ -87,7 +101,7 @@ class Link:
             number = self._next_id
             self._waiters[number] = waiter
         if self.send(make(number), timeout_s):
-            waiter.event.wait(max(0.0, deadline - time.monotonic()))
+            waiter.wait(max(0.0, deadline - time.monotonic()))
         with self._waiting:
             if self._waiters is not None:
                 self._waiters.pop(number, None)
@@ -97,10 +111,8 @@ class Link:
         """What has arrived, but for answers, which go to their waiters. Returns at the latest after `timeout_s`, or
         when `wake_fd` is readable. Raises `ConnectionError` at the end, `DoorProtocolError` for garbage.
         """
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.register(wake_fd, select.POLLIN)
-        ready = dict(poll.poll(None if timeout_s is None else timeout_s * 1_000))
+        self._poll.register(wake_fd, select.POLLIN)
+        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1_000))
         if wake_fd in ready:
             os.eventfd_read(wake_fd)
         if self._socket.fileno() in ready:
@@ -127,7 +139,7 @@ class Link:
         with self._waiting:
             waiters, self._waiters = self._waiters or {}, None
         for waiter in waiters.values():
-            waiter.event.set()
+            waiter.wake()
         self.shut()
         with self._sending:
             self._socket.close()
@@ -158,11 +170,13 @@ class Link:
             self._sending.release()
 
     def _fill(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, FDS_MAX, socket.MSG_CMSG_CLOEXEC)
-        self._fds.extend(fds)
-        if not data:
+        received, ancillary, _, _ = self._socket.recvmsg_into([self._incoming], FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(memoryview(data)[: len(data) // FD_BYTES * FD_BYTES].cast("i"))
+        if not received:
             raise ConnectionResetError("the agent has closed the connection")
-        self._buffer += data
+        self._buffer += memoryview(self._incoming)[:received]
 
     def _messages(self) -> list[AgentMessage]:
         messages, start = [], 0
@@ -184,7 +198,7 @@ class Link:
             if waiter is not None:
                 self._on_answer(message, True)
                 waiter.answer = message
-                waiter.event.set()
+                waiter.wake()
         if waiter is None:
             self._on_answer(message, False)
         return True

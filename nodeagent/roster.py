@@ -90,7 +90,8 @@ class AttachedEngine:
             bytes_per_s[Tier.NVME] = 1 / (1 / self.nvme_bytes_per_s() + 1 / self.dram_bytes_per_s)
             fixed_s[Tier.NVME] = DRAM_FIXED_S + NVME_FIXED_S
         rates = Rates(self.flops, bytes_per_s, fixed_s)
-        return Load(rates=rates, running=self.running, waiting=self.waiting)
+        is_full = self.publisher.refusals.is_full
+        return Load(rates=rates, running=self.running, waiting=self.waiting, is_directory_full=is_full)
 
     def note_read(self, read_bytes: int, read_s: float) -> None:
         """Correct the rate of its host's DRAM by a read it has made."""

@@ -98,7 +98,7 @@ class PackedRecords:
     def hear_of(self, lives: Sequence[bytes]) -> None:
         """Let every partition have heard of these lives just now: holders of others would go."""
         seconds, _ = self._server.client.time()
-        attempts = dict.fromkeys(lives, f"0:{seconds * 1000}")
+        attempts: dict[Any, Any] = dict.fromkeys(lives, f"0:{seconds * 1000}")
         for partition in range(PARTITIONS):
             self._server.client.hset(redis_schema.attempts_key(partition), mapping=attempts)
 

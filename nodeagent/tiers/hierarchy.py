@@ -24,6 +24,7 @@ from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import EvictionPolicy
 
+DRAM_BIT, NVME_BIT = int(Tier.DRAM), int(Tier.NVME)  # flags are slow, and a long prefix is opened chunk by chunk
 RESERVATION_S = 30.0
 """How long an unfinished put keeps others from putting the same key."""
 
@@ -170,10 +171,11 @@ class Hierarchy:
         opened = []
         for entry in entries:
             number = next(self._numbers)
-            tier = Tier.NVME if entry.label.storage_key in from_nvme else Tier.DRAM
-            holds.references[number] = HeldChunk(entry, tier)
+            is_read = entry.label.storage_key in from_nvme
+            holds.references[number] = HeldChunk(entry, Tier.NVME if is_read else Tier.DRAM)
             self.hold(entry)
-            opened.append(OpenedSlot(number, entry.slot, entry.generation, entry.length, entry.checksum, int(tier)))
+            bit = NVME_BIT if is_read else DRAM_BIT
+            opened.append(OpenedSlot(number, entry.slot, entry.generation, entry.length, entry.checksum, bit))
         for entry in reversed(entries):
             self._report(entry.label.directory_key)
         if entries:
@@ -399,7 +401,7 @@ class Hierarchy:
 
     def _report(self, key: bytes | None) -> None:
         if key is not None:
-            self._on_change(key, int(Tier.DRAM) if key in self._copies else 0)
+            self._on_change(key, DRAM_BIT if key in self._copies else 0)
 
     def _forget_if_empty(self, holder: Hashable) -> None:
         holds = self._holds.get(holder)

@@ -66,6 +66,7 @@ LOADS = st.builds(
     st.dictionaries(TIERS, AMOUNTS),
     st.integers(0, 10_000),
     st.integers(0, 10_000),
+    st.booleans(),
     st.dictionaries(TEXT, SPEEDS, max_size=3),
 )
 
@@ -251,7 +252,7 @@ def test_incarnations_are_drawn_at_random() -> None:
 
 @pytest.mark.parametrize(
     ("remaining_s", "retired", "live"),
-    [(1.0, False, True), (0.0, False, False), (-1.0, False, False), (1.0, True, False)],
+    [(1.0, False, True), (0.0, False, False), (-1.0, False, False), (1.0, True, False), (3593.0, False, False)],
 )
 def test_a_life_is_live_within_its_term_and_before_it_is_retired(remaining_s: float, retired: bool, live: bool) -> None:
     assert Member(incarnation(1), HOST, LOAD, remaining_s, retired).is_live is live

@@ -121,6 +121,7 @@ def running_agent(
     folder: Path,
     *,
     dram_bytes: int | None = None,
+    dram_more: dict[str, Any] | None = None,
     directory: DirectoryWriter | None = None,
     host: str = "host-1",
     nvme_path: str | None = None,
@@ -148,7 +149,7 @@ def running_agent(
             "door": door,
             "listen": {"port": port, "url": agent_url},
             "directory": {"url": "redis://unused", "walk_interval_s": walk_interval_s},
-            "dram": {"gb": quota / GB},
+            "dram": {"gb": quota / GB, **(dram_more or {})},
             "nvme": nvme,
             "peers": peers or {},
         }

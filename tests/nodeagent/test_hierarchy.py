@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
-from nodeagent.tiers.arena import PAGE_BYTES, Arena
+from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.hierarchy import RESERVATION_S, Hierarchy
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from tests.nodeagent.running import label, storage_key
 
 SLOTS = 4

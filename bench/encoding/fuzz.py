@@ -1,0 +1,105 @@
+"""Nasty texts through the gateway's encoder, cut wherever it may cut, against plain Hugging Face `tokenizers`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+
+from gateway.encoding.cuts import CutRules, cut_rules, pieces_by_content, pieces_everywhere
+from gateway.encoding.examination import fastest_backend
+from gateway.encoding.nasty_texts import nasty_texts
+from gateway.encoding.piece_encoder import Depth, PieceEncoder
+from gateway.encoding.pipeline import Pipeline, read_pipeline
+from gateway.encoding.tokenizer import BACKENDS, Backend, HuggingFaceBackend
+
+BATCH_TEXTS = 500
+ADDED_TOKENS_MAX = 60
+"""Of Gemma's six thousand added tokens, the first and the odd ones are as good as all."""
+CACHE_BYTES = 8 * 2**20
+"""Kept from text to text, and small: so what is stale or dropped would show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A tokenizer and everything that encodes for it."""
+
+    name: str
+    pipeline: Pipeline
+    rules: CutRules
+    reference: HuggingFaceBackend
+    whole: Backend
+    rest: Backend
+
+    def with_rules(self, rules: CutRules) -> "Tokenizer":
+        """The same with other rules."""
+        return replace(self, rules=rules)
+
+    def encoder(self, cache_bytes_max: int) -> PieceEncoder:
+        """An encoder as the gateway uses it."""
+        encoder = PieceEncoder(self.pipeline, self.rules, self.whole, self.rest, cache_bytes_max)
+        encoder.depth = Depth.PIECES
+        return encoder
+
+    def added_tokens(self) -> list[str]:
+        """Some of its added tokens, for texts."""
+        contents = [token.content for token in self.pipeline.added_tokens]
+        return contents[: ADDED_TOKENS_MAX // 2] + contents[:: max(1, 2 * len(contents) // ADDED_TOKENS_MAX)]
+
+
+@dataclass(slots=True)
+class FuzzReport:
+    """What a fuzz did and found."""
+
+    tokenizer: str
+    backend: str
+    texts: int = 0
+    characters: int = 0
+    pieces: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+
+def load(name: str, content: bytes, backend: str | None = None) -> Tokenizer:
+    """A tokenizer from the content of a `tokenizer.json`, with the gateway's backend or the one that is named."""
+    text = content.decode()
+    reference, pipeline = HuggingFaceBackend(text), read_pipeline(text)
+    whole = fastest_backend(text, reference) if backend is None else BACKENDS[backend](text)
+    rest = BACKENDS[whole.name](pipeline.without_prefix) if pipeline.without_prefix else whole
+    return Tokenizer(name, pipeline, cut_rules(pipeline.family, pipeline.vocabulary), reference, whole, rest)
+
+
+def fuzz(tokenizer: Tokenizer, texts: int, seed: int) -> FuzzReport:
+    """Three texts in four are cut at every place, one as the gateway cuts, but finer."""
+    report = FuzzReport(tokenizer.name, tokenizer.whole.name)
+    everywhere = _counting(report, tokenizer, everywhere=True)
+    finely = _counting(report, tokenizer, everywhere=False)
+    drawn = nasty_texts(tokenizer.added_tokens(), texts, seed)
+    while batch := list(islice(drawn, BATCH_TEXTS)):
+        expected = tokenizer.reference.encode_batch(batch)
+        for number, (text, ids) in enumerate(zip(batch, expected, strict=True)):
+            encoder = finely if number % 4 == 3 else everywhere
+            report.texts += 1
+            report.characters += len(text)
+            if encoder.encode(text) != ids:
+                report.mismatches.append(text)
+    return report
+
+
+def _counting(report: FuzzReport, tokenizer: Tokenizer, everywhere: bool) -> PieceEncoder:
+    cut = pieces_everywhere if everywhere else partial(pieces_by_content, piece_chars=64)
+
+    def count(text: str, rules: CutRules) -> Sequence[str]:
+        pieces = cut(text, rules)
+        report.pieces += len(pieces)
+        return pieces
+
+    encoder = PieceEncoder(
+        tokenizer.pipeline,
+        tokenizer.rules,
+        tokenizer.whole,
+        tokenizer.rest,
+        CACHE_BYTES,
+        count,
+        uncut_chars_max=0 if everywhere else 16,
+    )
+    encoder.depth = Depth.PIECES
+    return encoder
