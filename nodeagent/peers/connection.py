@@ -5,7 +5,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nodeagent.errors import PeerBadBytes, PeerRefused, PeerUnreachable
 from nodeagent.hints import PeerAddress
@@ -37,7 +37,7 @@ ADDRESSES_MAX = 4
 class Dialer:
     """What it takes to be let in by peers. `context` is there for TLS."""
 
-    token: bytes
+    token: bytes = field(repr=False)
     context: ssl.SSLContext | None = None
 
     async def dial(self, address: PeerAddress) -> "PeerConnection":
@@ -52,7 +52,7 @@ class Dialer:
                     raise
         except TimeoutError:
             raise PeerUnreachable(f"no connection within {CONNECT_S:g} s") from None
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name with a part that DNS can't have
             raise PeerUnreachable(f"no connection: {error}") from error
 
     async def _greet(self, connection: socket.socket, address: PeerAddress) -> Wire:

@@ -227,8 +227,9 @@ def test_nobody_listens_where_the_hint_points(tmp_path):
         assert failed(agent, "unreachable") == 1
         assert hint(agent, f"127.0.0.1:{port}", "a") == 0
         assert refused(agent, "left_alone") == 1
-        end_of_hint(agent, "no-such-name.invalid:1", "a")
-        assert failed(agent, "unreachable") == 2
+        for number, name in enumerate(("a" * 64, "a..b"), 2):
+            end_of_hint(agent, f"{name}:1", "a")
+            assert failed(agent, "unreachable") == number
 
 
 LARGE_BYTES = 16 << 20
