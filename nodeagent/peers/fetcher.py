@@ -85,15 +85,15 @@ class PeerFetcher:
             return 0
         peer, engines = self._peer(hint.address, now_s), self._engines()
         if hierarchy is None or not engines:
-            return self._refuse("no_engine", len(fresh))
+            return self._skip("no_engine", len(fresh))
         if peer is None:
-            return self._refuse("too_many_peers", len(fresh))
+            return self._skip("too_many_peers", len(fresh))
         if now_s < peer.left_alone_until_s:
-            return self._refuse("left_alone", len(fresh))
+            return self._skip("left_alone", len(fresh))
         if is_crowded(hierarchy):
-            return self._refuse("no_room", len(fresh))
+            return self._skip("no_room", len(fresh))
         room = max(0, min(WISHES_MAX, hierarchy.arena.slots // ROOM_FRACTION) - len(self._wishes))
-        self._refuse("queue_full", len(fresh) - room)
+        self._skip("queue_full", len(fresh) - room)
         fresh = fresh[:room]
         computing = [_computing(engine) for engine in engines]
         queued = len(peer.waiting) + peer.fetching
@@ -101,7 +101,7 @@ class PeerFetcher:
         if verdict.is_probe:
             peer.probed_at_s = now_s
         if verdict.refusal is not None:
-            self._refuse(verdict.refusal.value, len(fresh) - verdict.chunks)
+            self._skip(verdict.refusal.value, len(fresh) - verdict.chunks)
         for key in fresh[: verdict.chunks]:
             self._wishes[key] = peer.waiting[key] = Wish(key, peer, now_s)
         self._begin_fetches()
@@ -118,16 +118,18 @@ class PeerFetcher:
             if not wish.askers:
                 self._take(wish)
                 cancelled += 1
-        self._refuse("cancelled", cancelled)
+        self._skip("cancelled", cancelled)
         return cancelled
 
     def rates(self) -> dict[str, float]:
         """Measured bytes/s of the peers that brought something lately, by address; at most `PEERS_REPORTED_MAX`."""
         now_s = self._clock()
         measured = [
-            (each.measured_at_s, str(each.address), each.rate.bytes_per_s)
+            (each.measured_at_s, str(each.address), rate)
             for each in self._peers.values()
-            if each.measured_at_s is not None and now_s - each.measured_at_s < PUBLISHED_S
+            if each.measured_at_s is not None
+            and now_s - each.measured_at_s < PUBLISHED_S
+            and (rate := each.rate.bytes_per_s) is not None
         ]
         return {address: rate for _, address, rate in sorted(measured, reverse=True)[:PEERS_REPORTED_MAX]}
 
@@ -192,7 +194,7 @@ class PeerFetcher:
                 wish = next(iter(peer.waiting.values()))
                 self._take(wish)
                 if self._group is None or self._clock() - wish.made_at_s > WISH_S:
-                    self._refuse("late", 1)
+                    self._skip("late", 1)
                     continue
                 self._fetching.add(wish.directory_key)
                 peer.fetching += 1
@@ -218,11 +220,11 @@ class PeerFetcher:
         hierarchy = self._dram.hierarchy
         identities = list(dict.fromkeys(engine.identity_digest for engine in self._engines()))[:IDENTITIES_MAX]
         if hierarchy is None or not identities:
-            self._refuse("no_engine", 1)
+            self._skip("no_engine", 1)
         elif self._is_here(key):
-            self._refuse("held", 1)
+            self._skip("held", 1)
         elif is_crowded(hierarchy):
-            self._refuse("no_room", 1)
+            self._skip("no_room", 1)
         else:
             if not peer.has_idle:
                 peer.give_idle(await self._dialer.dial(peer.address), self._clock())
@@ -253,7 +255,7 @@ class PeerFetcher:
                 connection.close()
         if chunk is not None and outcome is PutOutcome.STORED:
             return chunk.length
-        self._refuse("absent" if outcome is None else f"put_{outcome.value}", 1)
+        self._skip("absent" if outcome is None else f"put_{outcome.value}", 1)
         return 0
 
     async def _ask(self, peer: Peer, key: bytes, identities: Sequence[bytes]) -> tuple[PeerConnection, Chunk | None]:
@@ -315,7 +317,7 @@ class PeerFetcher:
         self._metrics.peer_failures.labels(reason).inc()
         logger.info("a chunk could not be fetched from peer %s: %s", peer.address, error)
         if now_s < peer.left_alone_until_s:
-            self._refuse("left_alone", len(peer.waiting))
+            self._skip("left_alone", len(peer.waiting))
             for wish in list(peer.waiting.values()):
                 self._take(wish)
 
@@ -324,7 +326,7 @@ class PeerFetcher:
         del self._wishes[wish.directory_key]
         del wish.peer.waiting[wish.directory_key]
 
-    def _refuse(self, reason: str, chunks: int) -> int:
+    def _skip(self, reason: str, chunks: int) -> int:
         """Count chunks that aren't fetched; how many will be is 0."""
         if chunks > 0:
             self._metrics.peer_refused.labels(reason).inc(chunks)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from nodeagent.hints import PeerAddress
 from nodeagent.peers.connection import PeerConnection
+from nodeagent.peers.peer_rate import PeerRate
 from nodeagent.peers.worth import PeerEstimate
-from nodeagent.tiers.read_rate import ReadRate
 
 BAD_ANSWERS_MAX = 3
 LEFT_ALONE_S = 60.0
@@ -35,7 +35,7 @@ class Peer:
     """One other agent. Moments are monotonic seconds."""
 
     address: PeerAddress
-    rate: ReadRate = field(default_factory=ReadRate)
+    rate: PeerRate = field(default_factory=PeerRate)
     first_byte_s: float = 0.0
     measured_at_s: float | None = None
     probed_at_s: float | None = None
@@ -52,8 +52,7 @@ class Peer:
 
     def estimate(self) -> PeerEstimate:
         """What a decision needs."""
-        bytes_per_s = self.rate.bytes_per_s if self.rate.is_measured else None
-        return PeerEstimate(bytes_per_s, self.first_byte_s, self.probed_at_s)
+        return PeerEstimate(self.rate.bytes_per_s, self.first_byte_s, self.probed_at_s)
 
     def note_first_byte(self, seconds: float) -> None:
         """An answer began so long after its question."""

@@ -6,7 +6,7 @@ A hint is followed where
         < what the attached engine that computes fastest needs for as many tokens
 
 A hint says nothing of its chunks' places, so computing is priced as at the start of a prompt, where it costs least:
-that errs towards computing. Bandwidth is measured (`tiers/read_rate.py`). Of a peer that isn't measured yet, or whose
+that errs towards computing. Bandwidth is measured (`peer_rate.py`). Of a peer that isn't measured yet, or whose
 rate was too low and may have risen, a probe of a few chunks is fetched now and then: all else is expected to pay.
 """
 

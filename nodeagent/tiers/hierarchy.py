@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+import msgspec
+
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import OpenedSlot, PutOutcome
@@ -36,11 +38,11 @@ class Source(enum.Enum):
     PEER = "peer"
 
 
-@dataclass(eq=False, slots=True)
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
     `identity` is the digest of the identity whose bytes these are. `source` turns to LOCAL with the first hit.
+    Many, and in no cycle: as with labels, the garbage collector leaves them alone.
     """
 
     label: ChunkLabel

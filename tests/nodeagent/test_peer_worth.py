@@ -1,18 +1,24 @@
 """Whether a fetch is expected to pay, and what is remembered of a peer to say so."""
 
 import asyncio
+import re
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import nodeagent
 from directory.costs import ModelShape, Rates, prefill_s
 from directory.tiers import Tier
 from nodeagent.hints import PeerAddress
+from nodeagent.messages import PutOutcome
+from nodeagent.metrics import PEER_FAILURES, PEER_HINT_REFUSALS, AgentMetrics
 from nodeagent.peers import wire
 from nodeagent.peers.peer import BAD_ANSWERS_MAX, LEFT_ALONE_S, Peer
+from nodeagent.peers.peer_rate import SPANS_MAX, PeerRate
 from nodeagent.peers.wire import PlainWire
 from nodeagent.peers.worth import (
     PROBE_CHUNKS,
@@ -114,6 +120,45 @@ def test_a_peer_is_estimated_by_what_was_measured_alone():
     assert peer.estimate() == PeerEstimate(500.0, 0.5, None)
     peer.note_first_byte(1.0)
     assert peer.first_byte_s == pytest.approx(0.6)
+
+
+def test_the_middle_of_the_last_spans_is_a_peers_rate_and_chunks_side_by_side_share_one():
+    rate = PeerRate()
+    for began_s, length_s in ((0.0, 1.0), (10.0, 0.5)):
+        rate.begin(began_s)
+        rate.begin(began_s)
+        rate.end(began_s + length_s / 2, 400)
+        rate.end(began_s + length_s, 600)
+    rate.begin(20.0)
+    rate.end(120.0, 100)
+    assert rate.bytes_per_s == pytest.approx(1_000.0)
+    for began_s in range(100, 100 + SPANS_MAX):
+        rate.begin(began_s)
+        rate.end(began_s + 0.1, 1)
+    assert rate.bytes_per_s == pytest.approx(10.0)
+
+
+def test_what_brings_nothing_is_no_measurement():
+    rate = PeerRate()
+    for ended_s, good_bytes in ((1.0, 0), (0.0, 100)):
+        rate.begin(0.0)
+        rate.end(ended_s, good_bytes)
+    assert rate.bytes_per_s is None
+
+
+def test_every_reason_that_the_source_gives_is_one_that_begins_at_zero():
+    folder = Path(nodeagent.__file__).parent / "peers"
+    source = "\n".join(path.read_text() for path in folder.glob("*.py"))
+    given = set(re.findall(r'(?:self\._skip|peer_refused\.labels)\(\s*"(\w+)"', source))
+    outcomes = {f"put_{each.value}" for each in PutOutcome} - {"put_granted", "put_stored", "put_corrupt"}
+    assert given >= {"off", "late", "cancelled"}, "the pattern finds them"
+    assert given | outcomes | {each.value for each in Refusal} | {"absent"} == set(PEER_HINT_REFUSALS)
+    failures = set(re.findall(r'(?:reason = |peer_failures\.labels\()"(\w+)"', source)) | {"bad_client"}
+    assert failures == set(PEER_FAILURES)
+    registry = AgentMetrics().registry
+    assert all(registry.get_sample_value("warmroute_peer_failures_total", {"reason": each}) == 0 for each in failures)
+    for reason in PEER_HINT_REFUSALS:
+        assert registry.get_sample_value("warmroute_peer_hints_refused_total", {"reason": reason}) == 0
 
 
 @pytest.mark.parametrize("does", ["fill", "send"])
