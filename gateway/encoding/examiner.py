@@ -15,7 +15,6 @@ import gateway
 from gateway.encoding.examination import Examination, examine
 
 TIMEOUT_S = 300.0
-NICENESS = 5
 REFUSED = 3
 """The exit status where the content isn't a tokenizer; the reason is on standard output."""
 
@@ -54,7 +53,6 @@ async def examine_apart(content: bytes) -> Examination:
 
 def main() -> int:
     """Zero when the verdict was written."""
-    os.nice(NICENESS)
     try:
         verdict = examine(sys.stdin.buffer.read())
     except ValueError as error:
