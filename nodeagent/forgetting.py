@@ -189,8 +189,11 @@ class Forgetter:
     def _under_way(self) -> dict[int, bool]:
         """Puts and loads that come to nothing, by their reservations' numbers: whether each is a load."""
         hierarchy = self._dram.hierarchy
-        reservations = hierarchy.forgotten_reservations() if hierarchy is not None else []
-        return {each.number: isinstance(each.holder, Promotion) for each in reservations}
+        return {
+            each.number: isinstance(each.holder, Promotion)
+            for each in (hierarchy.reservations() if hierarchy is not None else ())
+            if self._tombstones.meet(each.label, each.identity, each.written_at_s)
+        }
 
     async def _search_and_drop(self, receipt: Receipt, *, is_asked: bool) -> set[bytes]:
         """Until nothing more is found. Returns the directory keys of what was dropped.

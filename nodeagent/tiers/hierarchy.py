@@ -12,6 +12,7 @@ true of a reservation, whose late writer could still write: after `RESERVATION_S
 only stops keeping others from putting the same key.
 """
 
+import enum
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -24,19 +25,26 @@ from nodeagent.messages import OpenedSlot, PutOutcome
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import EvictionPolicy
-from nodeagent.tiers.tombstones import CUT_BYTES, Tombstones
+from nodeagent.tiers.tombstones import Tombstones
 
 DRAM_BIT, NVME_BIT = int(Tier.DRAM), int(Tier.NVME)  # flags are slow, and a long prefix is opened chunk by chunk
 RESERVATION_S = 30.0
 """How long an unfinished put keeps others from putting the same key."""
 
 
+class Source(enum.Enum):
+    """Who brought a chunk to this host: one of its engines, or another host's agent. A metric's label."""
+
+    LOCAL = "local"
+    PEER = "peer"
+
+
 class Entry(msgspec.Struct, eq=False, gc=False):
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
     `identity` is the digest of the identity whose bytes these are; `written_at_s` is the wall time at which its put
-    began. A forgotten chunk's slot is zeroed before it is used again. Many, and in no cycle: as with labels, the
-    garbage collector leaves them alone.
+    began. `source` turns to LOCAL with the first hit. A forgotten chunk's slot is zeroed before it is used again.
+    Many, and in no cycle: as with labels, the garbage collector leaves them alone.
     """
 
     label: ChunkLabel
@@ -47,6 +55,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     identity: bytes = UNKNOWN_IDENTITY
     references: int = 0
     is_indexed: bool = True
+    source: Source = Source.LOCAL
     written_at_s: float = 0.0
     is_forgotten: bool = False
 
@@ -66,6 +75,7 @@ class Reservation:
     identity: bytes = UNKNOWN_IDENTITY
     is_verifying: bool = False
     is_quarantined: bool = False
+    source: Source = Source.LOCAL
     written_at_s: float = 0.0
 
 
@@ -115,7 +125,7 @@ class Hierarchy:
         self._on_change = on_change
         self._clock = clock
         self._entries: dict[bytes, Entry] = {}
-        self._copies: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[bytes]] = {}
         self._puts: dict[bytes, Reservation] = {}
         self._holds: dict[Hashable, _Holds] = {}
         self._numbers = count(1)
@@ -134,6 +144,11 @@ class Hierarchy:
         """Reservations that are neither committed nor aborted."""
         return sum(len(holds.reservations) for holds in self._holds.values())
 
+    @property
+    def takeable_slots(self) -> int:
+        """Slots that are free, or whose chunk nobody holds: what can be had without waiting for anybody."""
+        return self.arena.free_slots + len(self._entries) - self._held_entries
+
     def contains_run(self, keys: Sequence[bytes]) -> int:
         """How many leading `keys` are held now. It promises nothing about bytes a moment later."""
         run = 0
@@ -146,6 +161,10 @@ class Hierarchy:
     def find(self, key: bytes) -> Entry | None:
         """The chunk under this storage key."""
         return self._entries.get(key)
+
+    def storage_keys(self, directory_key: bytes) -> Sequence[bytes]:
+        """The storage keys of the chunks with this label."""
+        return tuple(self._copies.get(directory_key, ()))
 
     def oldest(self, count_max: int) -> list[bytes]:
         """The storage keys of up to `count_max` chunks that will be evicted first, oldest first."""
@@ -217,11 +236,12 @@ class Hierarchy:
         checksum: bytes,
         holder: Hashable,
         identity: bytes = UNKNOWN_IDENTITY,
+        source: Source = Source.LOCAL,
     ) -> Granted:
         """A slot to fill, or why not. Evicts one chunk where no slot is free; never waits."""
         if length > self.arena.slot_bytes:
             return Granted(PutOutcome.REFUSED)
-        if self._is_forgotten(label, identity):
+        if self.tombstones.meet(label, identity):
             return Granted(PutOutcome.FORGOTTEN)
         known = self._entries.get(label.storage_key)
         if known is not None:
@@ -238,7 +258,16 @@ class Hierarchy:
             return Granted(PutOutcome.FULL)
         slot, generation = taken
         reservation = Reservation(
-            next(self._numbers), label, slot, generation, length, checksum, holder, self._clock(), identity
+            next(self._numbers),
+            label,
+            slot,
+            generation,
+            length,
+            checksum,
+            holder,
+            self._clock(),
+            identity,
+            source=source,
         )
         reservation.written_at_s = self.tombstones.now()
         self._holds.setdefault(holder, _Holds()).reservations[reservation.number] = reservation
@@ -258,7 +287,7 @@ class Hierarchy:
         """Index and announce the chunk, if its slot holds what was promised (`checksum` is of the slot itself)."""
         self._end_reservation(reservation)
         label = reservation.label
-        if self._is_forgotten(label, reservation.identity, reservation.written_at_s):
+        if self.tombstones.meet(label, reservation.identity, reservation.written_at_s):
             self.arena.free(reservation.slot, is_forgotten=True)
             return PutOutcome.FORGOTTEN
         if checksum != reservation.checksum:
@@ -269,12 +298,18 @@ class Hierarchy:
             self.arena.free(reservation.slot)
             return self._meet(known, label, reservation.length, checksum)
         entry = Entry(
-            label, reservation.slot, reservation.generation, reservation.length, checksum, reservation.identity
+            label,
+            reservation.slot,
+            reservation.generation,
+            reservation.length,
+            checksum,
+            reservation.identity,
+            source=reservation.source,
         )
         entry.written_at_s = reservation.written_at_s
         self._entries[label.storage_key] = entry
         self._policy.add(label.storage_key, label.parent, label.position)
-        self._count_copy(label.directory_key)
+        self._count_copy(label)
         return PutOutcome.STORED
 
     def learn(self, label: ChunkLabel) -> None:
@@ -285,7 +320,7 @@ class Hierarchy:
         entry = self._entries.get(label.storage_key)
         if entry is None or not label.adds_to(entry.label):
             return
-        if self._is_forgotten(label, entry.identity, entry.written_at_s):
+        if self.tombstones.meet(label, entry.identity, entry.written_at_s):
             self.forget(entry)
             return
         is_announced = entry.label.directory_key is not None
@@ -293,7 +328,7 @@ class Hierarchy:
         if is_announced:
             return
         self._policy.add(label.storage_key, label.parent, label.position)
-        self._count_copy(label.directory_key)
+        self._count_copy(label)
 
     def abort(self, holder: Hashable, number: int) -> None:
         """Free a reservation's slot. Only its writer may say so, when it won't write any more."""
@@ -301,7 +336,7 @@ class Hierarchy:
         reservation = holds.reservations.get(number) if holds is not None else None
         if reservation is not None and not reservation.is_verifying:
             self._end_reservation(reservation)
-            is_forgotten = self._is_forgotten(reservation.label, reservation.identity, reservation.written_at_s)
+            is_forgotten = self.tombstones.meet(reservation.label, reservation.identity, reservation.written_at_s)
             self.arena.free(reservation.slot, is_forgotten=is_forgotten)
 
     def quarantine(self, holder: Hashable) -> None:
@@ -360,21 +395,9 @@ class Hierarchy:
         """All chunks."""
         return list(self._entries.values())
 
-    def forgotten_reservations(self) -> list[Reservation]:
-        """Puts and reads under way that will come to nothing."""
-        return [
-            each
-            for holds in self._holds.values()
-            for each in holds.reservations.values()
-            if self._is_forgotten(each.label, each.identity, each.written_at_s)
-        ]
-
-    def _is_forgotten(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> bool:
-        """Whether a chunk mustn't be held. What follows it mustn't, either."""
-        found = self.tombstones.find(label, identity, written_at_s)
-        if found is not None and not found.names_origin(identity, label.salt_tag):
-            self.tombstones.follow(found, label.storage_key[:CUT_BYTES])
-        return found is not None
+    def reservations(self) -> list[Reservation]:
+        """Puts and reads under way."""
+        return [each for holds in self._holds.values() for each in holds.reservations.values()]
 
     def _meet(self, known: Entry, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome:
         """A put of a key that is held: the same bytes are welcome (and may bring the label), others are refused."""
@@ -404,15 +427,16 @@ class Hierarchy:
         key = entry.label.directory_key
         if key is None:
             return
-        self._copies[key] -= 1
-        if not self._copies[key]:
+        copies = self._copies[key]
+        copies.remove(entry.label.storage_key)
+        if not copies:
             del self._copies[key]
         self._report(key)
 
-    def _count_copy(self, key: bytes | None) -> None:
-        if key is not None:
-            self._copies[key] = self._copies.get(key, 0) + 1
-            self._report(key)
+    def _count_copy(self, label: ChunkLabel) -> None:
+        if label.directory_key is not None:
+            self._copies.setdefault(label.directory_key, []).append(label.storage_key)
+            self._report(label.directory_key)
 
     def _report(self, key: bytes | None) -> None:
         if key is not None:

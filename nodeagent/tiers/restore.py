@@ -21,7 +21,6 @@ from nodeagent.tiers.file_store import Listing, Store
 from nodeagent.tiers.found_files import FoundFile
 from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, NvmeIndex, order_of_use
 from nodeagent.tiers.room import NVME
-from nodeagent.tiers.tombstones import CUT_BYTES
 
 FILES_PER_S = 2_000.0
 FILES_PER_BATCH = 64
@@ -133,8 +132,7 @@ def _take(
 
 def _is_forgotten(drive: Drive, header: FileHeader, modified_s: float) -> bool:
     """Whether a file that was written then is of what was forgotten: its chunk is never indexed."""
-    tombstone = drive.tombstones.find(header.label, header.identity, modified_s)
-    if tombstone is not None and not tombstone.names_origin(header.identity, header.label.salt_tag):
-        drive.tombstones.follow(tombstone, header.label.storage_key[:CUT_BYTES])
-        drive.tombstones.is_grown = True
-    return tombstone is not None
+    revision = drive.tombstones.revision
+    is_forgotten = drive.tombstones.meet(header.label, header.identity, modified_s)
+    drive.tombstones.is_grown |= drive.tombstones.revision != revision
+    return is_forgotten

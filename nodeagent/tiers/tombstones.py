@@ -128,6 +128,13 @@ class Tombstones:
                 return known
         return None
 
+    def meet(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> bool:
+        """Whether a chunk is forgotten. If so, and it doesn't show that by itself, so is what follows, from now on."""
+        found = self.find(label, identity, written_at_s)
+        if found is not None and not found.names_origin(identity, label.salt_tag):
+            self.follow(found, label.storage_key[:CUT_BYTES])
+        return found is not None
+
     def of_origin(self, identity: bytes, salt_tag: bytes | None) -> Tombstone | None:
         """What forgets all chunks of an identity and a salt; the one that ends last."""
         origins: list[tuple[bytes | None, bytes | None]] = [(identity, None)]
