@@ -115,10 +115,15 @@ class ForgettingMachine(RuleBasedStateMachine):
             assert outcome in (PutOutcome.STORED, PutOutcome.HAVE)
         if outcome is PutOutcome.STORED:
             self.date(name)
-        if outcome is not PutOutcome.FORGOTTEN:
-            self.there.add(name)
+        if outcome is PutOutcome.FORGOTTEN:
+            return
+        self.there.add(name)
+        if all(self.is_over(self.forgotten.get(each, 0)) for each in self.line(name)):
             self.maybe_gone.discard(name)
             self.loose.discard(name)
+        else:  # it follows what was forgotten when nothing here told so: that may be found out
+            self.maybe_gone.add(name)
+            self.loose.add(name)
 
     def date(self, name):
         """Its file is of now: files know no other time than the wall's."""
@@ -163,7 +168,7 @@ class ForgettingMachine(RuleBasedStateMachine):
         assert receipt.is_confirmed
         assert len(receipt.remains.drives_away) == len(self.away)
         after = self.run(self.held())
-        assert before - named <= after <= before, "nothing else is"
+        assert before - named - self.loose <= after <= before, "nothing else is"
         for name in named:
             above = set(self.line(PARENTS[name]))
             if name not in direct and not above <= before:
