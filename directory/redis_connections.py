@@ -8,7 +8,7 @@ next one goes to the right place.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,10 +127,18 @@ class Connections:
 
     async def call_function(self, partition: int, *call: bytes | str | int) -> Any:
         """Call a function whose keys are all of one partition."""
+        return await self._followed(partition, lambda node, asking: node.call_function(*call, asking=asking))
+
+    async def read_together(self, partition: int, *commands: Command) -> list[Any]:
+        """The replies to commands whose keys are all of one partition, from one server in one round trip."""
+        return await self._followed(partition, lambda node, asking: node.read_together(*commands, asking=asking))
+
+    async def _followed(self, partition: int, call: Callable[[RedisNode, bool], Coroutine[Any, Any, _T]]) -> _T:
+        """What a call comes to at the server of a partition, or where that one sends it, once."""
         await self._find_owners()
         node = self._node_of(partition)
         try:
-            return await self._watch(node.call_function(*call))
+            return await self._watch(call(node, False))
         except AskError as redirect:
             if not self._topology.follows_redirects:
                 self._tell_of_cluster(node.address)
@@ -138,7 +146,7 @@ class Connections:
             target = self._node(self._follow(redirect, node.address))
             must_ask = not isinstance(redirect, MovedError)
         try:
-            return await self._watch(target.call_function(*call, asking=must_ask))
+            return await self._watch(call(target, must_ask))
         except AskError as second:
             raise TryAgainError(f"the slot is moving: {second}") from second
 

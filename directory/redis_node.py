@@ -48,6 +48,7 @@ class RedisNode:
         self._loads_functions, self._is_refusal_told = loads_functions, False
         pool = _connection_pool(url)
         self._client = Redis(connection_pool=pool)
+        self._client.response_callbacks.clear()  # Replies as they came: redis-py stumbles over strange ones.
         self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
         self._get_connection: Callable[[], Awaitable[AbstractConnection]] = pool.get_connection
         self._ensure_connection: Callable[[AbstractConnection], Awaitable[None]] = pool.ensure_connection
@@ -90,6 +91,15 @@ class RedisNode:
                         self._kept.append(connection)
                     else:
                         await self._client.connection_pool.release(connection)
+
+    async def read_together(self, *commands: Command, asking: bool = False) -> list[Any]:
+        """Each command's reply, in one round trip; the first error that one was answered with is raised."""
+        asked = [part for command in commands for part in ((ASKING, command) if asking else (command,))]
+        replies = (await self.pipeline(asked))[1 if asking else 0 :: 2 if asking else 1]
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
 
     async def call_function(self, *call: bytes | str | int, asking: bool = False) -> Any:
         """A function's reply, after loading the library where the server hasn't got it (started afresh, flushed).

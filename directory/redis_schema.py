@@ -42,7 +42,6 @@ WITHDRAW = "wr_v1_withdraw"
 REGISTER = "wr_v1_register"
 RENEW = "wr_v1_renew"
 RETIRE = "wr_v1_retire"
-MEMBERS = "wr_v1_members"
 
 REMEMBERED_MS = round(REMEMBERED_S * 1000)
 

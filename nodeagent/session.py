@@ -13,8 +13,9 @@ import contextlib
 import logging
 import math
 import socket
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from directory.tiers import Tier
 from nodeagent.errors import DoorProtocolError, HelloRefused, MemoryShort, TierUnavailable
@@ -55,6 +56,7 @@ from nodeagent.processes import Holder, ProcessWatch
 from nodeagent.roster import AttachedEngine, Roster
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.hierarchy import Source
 from nodeagent.tiers.promotion import LowerTier
 
 HELLO_S = 10.0
@@ -113,7 +115,7 @@ class Session:
                 process = self._processes.peer_of(self._connection)
                 hello = await self._read_hello()
                 engine = self._roster.attach(hello, process, self)
-            process.clients.add(hello.client)
+            process.clients[hello.client] = hello.chunk_tokens
             holder = Holder(process, hello.client)
             await self._send(Welcome(self._life))
             await self._serve(hello, engine, holder)
@@ -199,7 +201,11 @@ class Session:
                     self._reading_opens += 1
                     group.create_task(self._open_reading(message, engine, holder))
                 else:
-                    await self._send(self._open(message, engine, holder))
+                    began = time.perf_counter()
+                    answer = self._open(message, engine, holder)
+                    await self._send(answer)
+                    if answer.chunks:
+                        engine.rates.note_open(time.perf_counter() - began)
             case Close():
                 self._close(message, engine, holder)
             case Holding():
@@ -215,12 +221,19 @@ class Session:
                     self._tier.account()
             case GpuSnapshot():
                 if engine.events is None:
-                    engine.replace_gpu(message.keys)
+                    await self._note_gpu(engine.replacing_gpu(message.keys))
             case GpuChanges():
                 if engine.events is None:
-                    engine.change_gpu(message.stored, message.evicted)
+                    await self._note_gpu(engine.changing_gpu(message.stored, message.evicted))
             case LoadReport():
                 engine.note_load(message)
+
+    async def _note_gpu(self, steps: Iterator[None]) -> None:
+        """Tens of thousands of keys at once would keep everybody waiting; what a newer connection says counts."""
+        for _ in steps:
+            await asyncio.sleep(0)
+            if self._is_superseded:
+                return
 
     async def _open_reading(self, message: Open, engine: AttachedEngine, holder: Holder) -> None:
         """Answer an open whose run goes on on disk: what is read in time is held, then handed out as one run.
@@ -260,12 +273,14 @@ class Session:
         unread = hierarchy.close(holder, message.unread)
         closed = hierarchy.close(holder, message.references)
         tokens = engine.registration.chunk_tokens
-        for tier, chunks in Counter(held.tier for held in closed).items():
-            self._metrics.hit_tokens.labels(tier.label, "local").inc(chunks * tokens)
+        for (tier, source), chunks in Counter((held.tier, held.entry.source) for held in closed).items():
+            self._metrics.hit_tokens.labels(tier.label, source.value).inc(chunks * tokens)
+        for held in closed:
+            held.entry.source = Source.LOCAL
         self._metrics.tokens_missed.inc((len(failed) + len(unread)) * tokens)
         if message.read_bytes and math.isfinite(message.read_s):
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
-            engine.note_read(message.read_bytes, message.read_s)
+            engine.rates.note_read(message.read_bytes, message.read_s)
         for held in failed:
             self._metrics.degraded.labels("read_failed").inc()
             self._tier.recheck(held.entry)

@@ -42,10 +42,10 @@ async def wired(wire: StallingWire) -> AsyncIterator[RedisNode]:
 
 
 async def test_commands_arrive_as_they_were_meant(node: RedisNode) -> None:
-    assert await node.execute("SET", "clé", b"\r\n$1\0\xff") is True
+    assert await node.execute("SET", "clé", b"\r\n$1\0\xff") == b"OK"
     assert await node.execute("APPEND", b"cl\xc3\xa9", 17) == 8
     assert await node.execute("GET", "clé") == b"\r\n$1\0\xff17"
-    assert (await node.execute("CONFIG GET", "maxclients")).keys() == {"maxclients"}
+    assert (await node.execute("CONFIG GET", "maxclients"))[0] == b"maxclients"
 
 
 async def test_an_error_stands_in_the_place_of_its_reply_only(node: RedisNode) -> None:

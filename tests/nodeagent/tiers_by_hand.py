@@ -247,7 +247,7 @@ class Host:
         return {
             sample.labels["reason"]: sample.value
             for sample in samples
-            if sample.name.endswith("_total") and sample.labels["reason"] in REFUSALS
+            if sample.name.endswith("_total") and sample.labels["reason"] in REFUSALS and sample.value
         }
 
     def heard(self, tier: Tier, key: bytes, mask: int) -> None:
