@@ -15,7 +15,7 @@ import sys
 
 from nodeagent import arena_map
 from nodeagent.messages import Reserve
-from tests.nodeagent.running import WAIT_S, connected, label, make_hello, payload, storage_key
+from tests.nodeagent.clients import WAIT_S, connected, label, make_hello, payload, storage_key
 
 
 def main(door: str, engine: str, what: str, names: list[str]) -> None:
