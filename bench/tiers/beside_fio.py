@@ -1,8 +1,9 @@
 """The tier's store beside `fio`, in turns: whole chunks at several depths, and many small ones one after the other.
 
 Ours is `put` (temporary name, header, payload, rename) and `read_into` (header and checksum verified), from as many
-threads as the depth, as a drive's reads are. fio's is what is in `fio.py`. Both pass whole files of the same payload,
-in the same folder, around the page cache; ours has a header of 4 KiB more in each, which isn't counted.
+threads as the depth, as a drive's reads are. fio's is what is in `fio.py`: it writes files of its own, and reads ours.
+Both pass a whole payload in one call, in the same folder, around the page cache; ours has a header of 4 KiB more in
+each, which isn't counted.
 """
 
 import statistics
@@ -34,7 +35,7 @@ class Chunks:
     """`count` chunks of one length in the tier's store. So many `buffers` are written in turn."""
 
     def __init__(self, folder: Path, length: int, count: int, buffers: int) -> None:
-        self.store = FolderStore(str(folder))
+        self._folder, self.store = folder, FolderStore(str(folder))
         self.is_direct = self.store.open().is_direct
         self.length, self.count = length, count
         self._buffers, self._targets = aligned_buffers(buffers, length), aligned_buffers(max(DEPTHS), length)
@@ -55,6 +56,12 @@ class Chunks:
             for share in shares:
                 share.result()
             return Passed(PASSES[what] * self.count * self.length, time.monotonic() - began, cpu_s() - cpu)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in the order in which they are read."""
+        names = (name_of(key_of(number)).hex() for number in range(self.count))
+        return [self._folder / name[:2] / name[2:4] / name for name in names]
 
     def _share(self, call: Callable[[int, int], None], ready: Barrier, depth: int, share: int, passes: int) -> None:
         ready.wait()
@@ -92,7 +99,8 @@ def large(folder: Path, length: int, rounds: int) -> dict[str, Any]:
 def small(folder: Path, count: int, rounds: int) -> dict[str, Any]:
     """Files of 64 KiB one after the other by one thread; fio opens, passes and closes each of its own as well.
 
-    What fio doesn't do: a folder per name, a temporary name and a rename, a header, a checksum.
+    What fio doesn't do: a folder per name, a temporary name and a rename, a header, a checksum. It opens files by their
+    path; the tier walks two folders down.
     """
     version = fio.require()
     folder.mkdir()
@@ -125,12 +133,15 @@ def _in_turns(
     for engine in engines:
 
         def its(engine: str = engine) -> Passed:
-            return fio.run(folder / engine, what, engine, depth, chunks.length, chunks.count, PASSES[what])
+            if what == "write":
+                return fio.write(folder / engine, engine, depth, chunks.length, chunks.count)
+            return fio.read(folder / engine, chunks.paths, engine, depth, chunks.length, PASSES[what])
 
         if is_ours_first:
             ours, theirs = chunks.pass_all(what, depth), its()
         else:
             theirs, ours = its(), chunks.pass_all(what, depth)
+        assert theirs.size_bytes == ours.size_bytes, "both moved all of it"
         pairs[engine] = (ours, theirs)
     return pairs
 

@@ -1,9 +1,11 @@
 """Debian's `fio` on files of a chunk's size: what it reads and writes in a second, and the CPU that takes."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,44 +34,57 @@ def require() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(folder: Path, what: str, engine: str, depth: int, length: int, files: int, passes: int) -> Passed:
-    """Write `files` new files of `length` bytes, or read those that were written `passes` times, a file a call.
+def write(folder: Path, engine: str, depth: int, length: int, files: int) -> Passed:
+    """Write `files` new files of `length` bytes, a whole file a call.
 
     `psync` has `depth` jobs of one call at a time; `libaio` has one job with `depth` calls under way. Both around the
     page cache. What is written is made once, before the clock runs (`refill_buffers` is off).
     """
+    _make_empty(folder)
+    return _run("write", folder, engine, depth, length, files, ["--create_on_open=1", "--fallocate=none"])
+
+
+def read(folder: Path, paths: Sequence[Path], engine: str, depth: int, length: int, passes: int) -> Passed:
+    """Read the first `length` bytes of each of these files in one call, `passes` times; the rest is as in `write`."""
+    jobs = depth if engine == "psync" else 1
+    _make_empty(folder)
+    for number, path in enumerate(paths):
+        os.link(path, folder / f"{number % jobs}.{number // jobs}")
+    return _run("read", folder, engine, depth, length, len(paths), [f"--loops={passes}", "--readonly"])
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def _run(what: str, folder: Path, engine: str, depth: int, length: int, files: int, more: list[str]) -> Passed:
     jobs = depth if engine == "psync" else 1
     assert files % jobs == 0, "each job has as many files"
-    if what == "write":
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
     command = [
         "fio",
         "--output-format=json",
         "--name=chunks",
         f"--directory={folder}",
+        "--filename_format=$jobnum.$filenum",
         f"--rw={what}",
         f"--ioengine={engine}",
-        f"--iodepth={1 if engine == 'psync' else depth}",
         f"--numjobs={jobs}",
         f"--nrfiles={files // jobs}",
+        f"--iodepth={1 if engine == 'psync' else depth}",
         f"--openfiles={1 if engine == 'psync' else depth}",
-        f"--loops={passes}",
         f"--bs={length}",
         f"--filesize={length}",
-        f"--filename_format={engine}.$jobnum.$filenum",
         "--direct=1",
         "--thread",
         "--group_reporting",
-        "--fallocate=none",
         "--file_service_type=" + ("sequential" if engine == "psync" else "roundrobin"),
-        *(["--create_on_open=1"] if what == "write" else []),
+        *more,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"fio failed: {done.stderr.strip() or done.stdout.strip()[:400]}")
+        sys.exit(f"fio failed: {(done.stderr.strip() or done.stdout.strip())[:400]}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     side = job[what]
-    assert side["io_bytes"] == passes * files * length, "fio moved all of it"
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     return Passed(side["io_bytes"], max(side["io_bytes"] / max(side["bw_bytes"], 1), 1e-6), cpu)
