@@ -6,10 +6,95 @@ local HOLDER_BYTES = 9
 local LOST = -1
 local SWEEP_INTERVAL_MS = 60000
 local ATTEMPTS_LOOKED_AT = 2
+local DIRECTORY_KEY_BYTES = 16
+local STATES_MAX = 64
+local WHOLE_DIGITS_MAX = 15
 
 local function now_ms()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- What callers say ---------------------------------------------------------------------------------------------------
+-- All of a call is checked before anything is written, so that a malformed one changes nothing. Numbers are digits,
+-- few enough that Lua's doubles are exact and no expiry overflows.
+
+local function is_whole(text)
+  return #text <= WHOLE_DIGITS_MAX and string.find(text, '^%d+$') ~= nil
+end
+
+local function is_span(text)
+  return is_whole(text) and tonumber(text) > 0
+end
+
+local function is_life(text)
+  return #text == INCARNATION_BYTES
+end
+
+local function is_number_or_lost(text)
+  return text == '-1' or is_whole(text)
+end
+
+local function is_life_or_none(text)
+  return text == '' or is_life(text)
+end
+
+local function is_version(text)
+  return string.find(text, '^v%d+$') ~= nil
+end
+
+local function is_text()
+  return true
+end
+
+-- `named`: for each argument its name and what it must be. Nothing where all is well, else what isn't, as an error.
+local function fault_of(keys, keys_min, keys_max, args, named)
+  if #keys < keys_min or #keys > keys_max then
+    return redis.error_reply(string.format('ERR warmroute: %d keys, not %d to %d', #keys, keys_min, keys_max))
+  end
+  if #args ~= #named then
+    return redis.error_reply(string.format('ERR warmroute: %d arguments, not %d', #args, #named))
+  end
+  for index, each in ipairs(named) do
+    if not each[2](args[index]) then
+      return redis.error_reply('ERR warmroute: not ' .. each[1] .. ': argument ' .. index)
+    end
+  end
+end
+
+local LIFE = {'an incarnation of 8 bytes', is_life}
+local REMEMBERED = {'a span in ms', is_span}
+local TERM = {'a term in ms', is_span}
+local VERSION = {'a version of the schema', is_version}
+local JSON = {'a text', is_text}
+local OF_A_BATCH = {
+  LIFE, {'an attempt', is_whole}, {'a ttl in ms', is_span}, {'masks', is_text},
+  {'the life left behind, 8 bytes or none', is_life_or_none}, REMEMBERED,
+  {'the last attempt acknowledged', is_number_or_lost},
+}
+local OF_A_REGISTRATION = {LIFE, JSON, JSON, TERM, REMEMBERED, VERSION}
+local OF_A_RENEWAL = {LIFE, JSON, TERM, REMEMBERED}
+local OF_AN_END = {LIFE, REMEMBERED}
+
+local function fault_of_batch(keys, args)
+  local fault = fault_of(keys, 1, 1 + STATES_MAX, args, OF_A_BATCH)
+  if fault then
+    return fault
+  end
+  if #args[4] ~= #keys - 1 then
+    return redis.error_reply(string.format('ERR warmroute: %d masks for %d keys', #args[4], #keys - 1))
+  end
+  local prefix = string.match(keys[1], '^(.+:)attempts$')
+  if not prefix then
+    return redis.error_reply('ERR warmroute: the first key is not that of attempts')
+  end
+  local find, record_bytes = string.find, #prefix + DIRECTORY_KEY_BYTES
+  for index = 2, #keys do
+    local key = keys[index]
+    if #key ~= record_bytes or find(key, prefix, 1, true) ~= 1 then
+      return redis.error_reply("ERR warmroute: not a record's key of that partition: key " .. index)
+    end
+  end
 end
 
 -- Placements ---------------------------------------------------------------------------------------------------------
@@ -124,6 +209,10 @@ end
 -- Returns the attempt held before; -1 for none, or where this partition has lost writes of this incarnation: the loss
 -- is remembered ('!'), as the attempt that met it may be one whose answer never arrived.
 local function place(keys, args)
+  local fault = fault_of_batch(keys, args)
+  if fault then
+    return fault
+  end
   local now, remembered_ms = now_ms(), tonumber(args[6])
   local mark, number = attempt_of(redis.call('HGET', keys[1], args[1]), now, remembered_ms)
   local held = number or LOST
@@ -151,6 +240,14 @@ local function place(keys, args)
   return lost_writes and LOST or held
 end
 
+-- As `place`, for batches that only remove.
+local function withdraw(keys, args)
+  if args[4] and string.find(args[4], '%Z') then
+    return redis.error_reply('ERR warmroute: a withdrawal only removes')
+  end
+  return place(keys, args)
+end
+
 -- The fleet's table --------------------------------------------------------------------------------------------------
 -- One hash; each incarnation has three fields: 'r' its registration, 'l' its load, 't' its times as
 -- 'expires_ms:retired_ms' by the server's clock (retired 0 while it isn't). 'swept': when old rows were last dropped.
@@ -174,7 +271,7 @@ local function times_of(packed, now, remembered_ms)
 end
 
 local function drop_old_rows(table_key, now, remembered_ms)
-  local swept_ms = tonumber(redis.call('HGET', table_key, 'swept') or '0')
+  local swept_ms = tonumber(redis.call('HGET', table_key, 'swept') or '0') or 0
   if swept_ms <= now and now - swept_ms < SWEEP_INTERVAL_MS then
     return
   end
@@ -192,20 +289,28 @@ end
 -- keys: the table, the versions. args: incarnation, registration, load, term in ms, how long rows are remembered in
 -- ms, the schema's version. Returns 1, or 0 where the incarnation is taken.
 local function register(keys, args)
+  local fault = fault_of(keys, 2, 2, args, OF_A_REGISTRATION)
+  if fault then
+    return fault
+  end
   local now, remembered_ms = now_ms(), tonumber(args[5])
   drop_old_rows(keys[1], now, remembered_ms)
   if times_of(redis.call('HGET', keys[1], 't' .. args[1]), now, remembered_ms) then
     return 0
   end
   local times = pack_times(now + tonumber(args[4]), 0)
+  redis.call('HSET', keys[2], args[6], string.format('%.0f', now))  -- first, as it may hold something else
   redis.call('HSET', keys[1], 'r' .. args[1], args[2], 'l' .. args[1], args[3], 't' .. args[1], times)
-  redis.call('HSET', keys[2], args[6], string.format('%.0f', now))
   return 1
 end
 
 -- keys: the table. args: incarnation, load, term in ms, how long rows are remembered in ms.
 -- Returns {1, ms since it lapsed or 0}, or {0, 0} where it is unknown or retired.
 local function renew(keys, args)
+  local fault = fault_of(keys, 1, 1, args, OF_A_RENEWAL)
+  if fault then
+    return fault
+  end
   local now, remembered_ms = now_ms(), tonumber(args[4])
   drop_old_rows(keys[1], now, remembered_ms)
   local expires_ms, retired_ms = times_of(redis.call('HGET', keys[1], 't' .. args[1]), now, remembered_ms)
@@ -219,6 +324,10 @@ end
 
 -- keys: the table. args: incarnation, how long rows are remembered in ms. Returns 1, or 0 where there was nothing live.
 local function retire(keys, args)
+  local fault = fault_of(keys, 1, 1, args, OF_AN_END)
+  if fault then
+    return fault
+  end
   local now = now_ms()
   local expires_ms, retired_ms = times_of(redis.call('HGET', keys[1], 't' .. args[1]), now, tonumber(args[2]))
   if not expires_ms or retired_ms > 0 then
@@ -228,44 +337,9 @@ local function retire(keys, args)
   return 1
 end
 
--- The version that registered somebody after this one last did, or ''.
-local function newer_version(versions_key, version)
-  local flat, latest_ms, latest = redis.call('HGETALL', versions_key), 0, version
-  for index = 1, #flat, 2 do
-    local registered_ms = tonumber(flat[index + 1]) or 0
-    if registered_ms > latest_ms or (registered_ms == latest_ms and flat[index] == version) then
-      latest_ms, latest = registered_ms, flat[index]
-    end
-  end
-  return latest == version and '' or latest
-end
-
--- keys: the table, the versions. args: how long rows are remembered in ms, the schema's version.
--- Returns {another version, rows}: the version only where the table is empty and that one registered somebody later;
--- a row is {incarnation, registration, load, ms left (negative: lapsed), retired 0 or 1}.
-local function members(keys, args)
-  local now, fields, rows = now_ms(), {}, {}
-  local flat = redis.call('HGETALL', keys[1])
-  for index = 1, #flat, 2 do
-    fields[flat[index]] = flat[index + 1]
-  end
-  for field, packed in pairs(fields) do
-    if #field == INCARNATION_BYTES + 1 and string.sub(field, 1, 1) == 't' then
-      local expires_ms, retired_ms = times_of(packed, now, tonumber(args[1]))
-      if expires_ms then
-        local incarnation = string.sub(field, 2)
-        local registration, load = fields['r' .. incarnation] or '', fields['l' .. incarnation] or ''
-        rows[#rows + 1] = {incarnation, registration, load, expires_ms - now, retired_ms > 0 and 1 or 0}
-      end
-    end
-  end
-  return {#rows == 0 and newer_version(keys[2], args[2]) or '', rows}
-end
-
 -- What must work when the server is out of memory is marked allow-oom: only new placements are refused then.
 redis.register_function{function_name = 'wr_v1_place', callback = place}
-redis.register_function{function_name = 'wr_v1_withdraw', callback = place, flags = {'allow-oom'}}
+redis.register_function{function_name = 'wr_v1_withdraw', callback = withdraw, flags = {'allow-oom'}}
 redis.register_function{function_name = 'wr_v1_register', callback = register, flags = {'allow-oom'}}
 redis.register_function{function_name = 'wr_v1_renew', callback = renew, flags = {'allow-oom'}}
 redis.register_function{function_name = 'wr_v1_retire', callback = retire, flags = {'allow-oom'}}
-redis.register_function{function_name = 'wr_v1_members', callback = members, flags = {'no-writes', 'allow-oom'}}

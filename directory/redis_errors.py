@@ -27,6 +27,8 @@ MISPLACED = (ReadOnlyError, MasterDownError, ClusterDownError)
 
 ONE_OF_A_CLUSTER = "the server is one of a cluster: the URL must begin with redis-cluster://"
 
+TOO_OLD = "the server knows no functions: it must be Redis 7 or Valkey 8, or newer, and no proxy without them"
+
 _TRANSIENT = (*MISPLACED, TryAgainError)
 _TRANSIENT_PREFIXES = ("BUSY ", "NOREPLICAS ")
 """Answers of a server that is failing over, or at work on something long: redis-py has no class for these."""
@@ -38,7 +40,7 @@ def map_redis_errors() -> Iterator[None]:
     try:
         yield
     except (RedisTimeoutError, TimeoutError) as error:
-        raise DirectoryUnavailable(f"no answer from the server: {error or 'timed out'}") from error
+        raise DirectoryUnavailable(f"no answer from the server: {str(error) or 'timed out'}") from error
     except (RedisConnectionError, OSError) as error:
         raise DirectoryUnavailable(f"the server can't be reached: {error}") from error
     except _TRANSIENT as error:
@@ -53,6 +55,8 @@ def map_redis_errors() -> Iterator[None]:
             raise DirectoryUnavailable(f"the server isn't ready: {message}") from error
         if message.startswith("WRONGTYPE"):
             raise SchemaMismatch(f"a key holds something of another schema: {message}") from error
+        if message.lower().startswith("unknown command") and "FCALL" in message:
+            raise DirectoryError(TOO_OLD) from error
         raise DirectoryError(f"the server refused a call: {message}") from error
     except (RedisError, TypeError, ValueError, AttributeError) as error:
         raise DirectoryError(f"the server answered with something unexpected: {error}") from error

@@ -42,19 +42,18 @@ WITHDRAW = "wr_v1_withdraw"
 REGISTER = "wr_v1_register"
 RENEW = "wr_v1_renew"
 RETIRE = "wr_v1_retire"
-MEMBERS = "wr_v1_members"
 
 REMEMBERED_MS = round(REMEMBERED_S * 1000)
 
 KEY_PREFIX = "wr"
 """Begins every key, unless fleets that share a server are told apart by prefixes of their own."""
+KEY_PREFIX_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 TABLE_HOMES_IN_A_CLUSTER = (0, 8)
 """Partitions in whose slot a cluster keeps the fleet's table: twice, so that it outlives a shard."""
 
 _TABLE = b"reg"
 _ATTEMPTS = b"attempts"
-_PREFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 assert len(PARTITION_TAGS) == PARTITIONS
 
@@ -72,11 +71,12 @@ class Keyspace:
     """The names of one fleet's keys. Raises `DirectoryError` for a prefix that isn't letters, digits, `-`, `_`, `.`."""
 
     def __init__(self, prefix: str = KEY_PREFIX) -> None:
-        if not _PREFIX.fullmatch(prefix):
+        if not re.fullmatch(KEY_PREFIX_PATTERN, prefix):
             raise DirectoryError(f"a key prefix is 1 to 64 letters, digits, '-', '_' or '.', not {prefix!r}")
         self._prefix = prefix
         self._key = re.compile(re.escape(prefix).encode() + rb":(v[0-9]{1,4}):\{([0-9]{1,8})\}:(.*)\Z", re.DOTALL)
         self._partitions = tuple(f"{prefix}:{VERSION}:{{{tag}}}:".encode() for tag in PARTITION_TAGS)
+        self._by_first_byte = tuple(self._partitions[partition_of(bytes((first,)))] for first in range(256))
 
     def record(self, key: bytes) -> bytes:
         """Where the packed holders of a directory key (16 bytes) are."""
@@ -84,8 +84,8 @@ class Keyspace:
 
     def records(self, keys: Iterable[bytes]) -> list[bytes]:
         """The same of many."""
-        prefixes = self._partitions
-        return [prefixes[partition_of(key)] + key for key in keys]
+        prefixes = self._by_first_byte
+        return [prefixes[key[0]] + key for key in keys]
 
     def attempts(self, partition: int) -> bytes:
         """Where a partition keeps the number of each incarnation's last attempt, and when it came."""

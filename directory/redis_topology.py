@@ -14,13 +14,14 @@ from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.placements import PARTITIONS
 from directory.redis_errors import UNREACHED
 from directory.redis_node import CALL_TIMEOUT_S, RedisNode
-from directory.server_url import Address, Kind, ServerUrl
+from directory.server_url import PORT_MAX, Address, Kind, ServerUrl
 
 SLOTS = 16384
 ANSWER_TIMEOUT_S = CALL_TIMEOUT_S / 2
 """How long a search waits for those it asked at the same time, before it asks others."""
 
 ASKED_AT_ONCE = 3
+SHOWN_CHARS_MAX = 200
 MASTER_BELIEVED_S = 10.0
 """How long sentinels' word is believed without asking again: an old master cut off from them never says so itself."""
 
@@ -81,7 +82,8 @@ class SentinelMaster:
     """Every partition is on the master that more than half of the sentinels name.
 
     A sentinel that was cut off may name an old one, so they are all asked, and the first answer isn't enough; only
-    where too few answer is the word of most of them taken.
+    where too few answer is the word of most of them taken. Of two that are named as often, the one that was asked so
+    far stays, as long as it answers as a master does: writers that went to and fro would announce everything each time.
     """
 
     table_homes: tuple[int, ...] = (0,)
@@ -102,15 +104,18 @@ class SentinelMaster:
             sentinel.execute("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master_name) for sentinel in self._sentinels
         ]
         async for reply in _arriving(asks, spawn):
-            if isinstance(reply, list) and len(reply) == 2:
-                votes[Address(_text(reply[0]), int(reply[1]))] += 1
-            else:
-                trouble = reply or f"no sentinel knows a master {self._master_name!r}"
+            try:
+                votes[_named_master(reply, self._master_name)] += 1
+            except DirectoryError as error:
+                trouble = error
             if votes and max(votes.values()) > len(self._sentinels) / 2:
                 break
         if not votes:
             raise DirectoryUnavailable(f"the sentinels name no master: {trouble}")
-        return (votes.most_common(1)[0][0],) * PARTITIONS
+        most = max(votes.values())
+        named = [address for address, count in votes.items() if count == most]
+        failing = {address for address in known if connect(address).has_failed}
+        return (min(named, key=lambda address: (address in failing, address not in known)),) * PARTITIONS
 
     async def aclose(self) -> None:
         """See `Topology`."""
@@ -142,7 +147,8 @@ class ClusterSlots:
                 if isinstance(reply, tuple):
                     return reply
                 trouble = reply
-        if isinstance(trouble, ResponseError) and not isinstance(trouble, UNREACHED):
+        is_answered = isinstance(trouble, ResponseError | DirectoryError)
+        if is_answered and not isinstance(trouble, (*UNREACHED, DirectoryUnavailable)):
             raise DirectoryError(f"the servers don't say how the cluster is divided: {trouble}")
         raise DirectoryUnavailable(f"no server of the cluster answers: {trouble}")
 
@@ -161,9 +167,15 @@ async def _slots_of(node: RedisNode) -> Owners:
     """The owner of each partition's slot, as a member of the cluster sees it."""
     ranges = await node.execute("CLUSTER", "SLOTS")  # In two words: redis-py leaves the reply as it is.
     owners: list[Address | None] = [None] * PARTITIONS
-    for first, last, master, *_ in ranges:
-        # A server that doesn't know its own name leaves it out: it is where it was reached.
-        owner = Address(_text(master[0] or b"") or node.address.host, int(master[1]))
+    if not isinstance(ranges, list):
+        raise DirectoryError(f"{node.address} answers CLUSTER SLOTS with {_shown(ranges)}")
+    for each in ranges:
+        match each:
+            case [int(first), int(last), [host, port, *_], *_]:
+                # A server that doesn't know its own name leaves it out: it is where it was reached.
+                owner = _address(host or node.address.host, port)
+            case _:
+                raise DirectoryError(f"{node.address} answers CLUSTER SLOTS with the range {_shown(each)}")
         for partition, slot in enumerate(PARTITION_SLOTS):
             if first <= slot <= last:
                 owners[partition] = owner
@@ -195,5 +207,29 @@ def _shuffled(addresses: Collection[Address]) -> list[Address]:
     return random.sample(list(addresses), len(addresses))
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def _named_master(reply: Any, master_name: str) -> Address:
+    match reply:
+        case None:
+            raise DirectoryUnavailable(f"no sentinel knows a master {master_name!r}")
+        case Exception():
+            raise DirectoryUnavailable(str(reply) or "no answer in time") from reply
+        case [host, port]:
+            return _address(host, port)
+        case _:
+            raise DirectoryError(f"a sentinel answers with {_shown(reply)}")
+
+
+def _address(host: Any, port: Any) -> Address:
+    """An address as servers name it. Raises `DirectoryError` for what can't be one."""
+    try:
+        address = Address(host.decode() if isinstance(host, bytes) else host, int(port))
+        if address.host and address.host.isprintable() and 0 < address.port <= PORT_MAX:
+            return address
+    except (ValueError, TypeError, AttributeError):
+        pass
+    raise DirectoryError(f"the servers name one that can't be reached: {_shown((host, port))}")
+
+
+def _shown(value: Any) -> str:
+    """A strange reply, short enough for a log line."""
+    return repr(value)[:SHOWN_CHARS_MAX]

@@ -18,8 +18,16 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from directory.errors import DirectoryError
 
+URL_FORMS = (
+    "redis://[user:password@]host:port, unix://[user:password@]/path, "
+    "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
+    "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://."
+)
+"""The same in a sentence, for whoever configures a part of the fleet."""
+
 HOSTS_MAX = 64
 PORT, SENTINEL_PORT = 6379, 26379
+PORT_MAX = 65535
 
 Kind = Literal["single", "sentinel", "cluster"]
 
@@ -77,7 +85,7 @@ class ServerUrl:
 
         Raises `DirectoryError` for what can't be a host's name, such as the `?` of a server that doesn't know its own.
         """
-        if self._scheme != "unix" and not _HOST.fullmatch(str(address)):
+        if self._scheme != "unix" and not (_HOST.fullmatch(str(address)) and 0 < address.port <= PORT_MAX):
             raise DirectoryError(f"the servers name one that can't be reached: {address}")
         return self._url(address, self._login, self._database)
 
@@ -184,7 +192,7 @@ def _seeds(hosts: str, kind: Kind) -> tuple[Address, ...]:
             raise _Fault("must name a host, as in redis://host:6379")
         found = _HOST.fullmatch(text)
         port = int(found[3] or default_port) if found else 0
-        if not found or port > 65535:
+        if not found or port > PORT_MAX:
             raise _Fault("has a host or port that can't be read")
         if port == 0:
             raise _Fault("must name a host, as in redis://host:6379")

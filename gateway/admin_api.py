@@ -84,6 +84,7 @@ def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
     return {
         "directory": fleet.directory_state,
         "directory_age_seconds": None if age_s is None else round(age_s, 1),
+        "directory_full_for": list(fleet.directory_full_for),
         "lookups": lookup.state,
         "lookup_pauses": lookup.pauses,
     }
@@ -149,6 +150,7 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
         "state": view.state,
         "models": list(view.models),
         "encoding": encoders.state(registration) if registration else "no agent",
+        "tokenizer": encoders.tokenizer_state(registration) if registration else None,
         "placements": "believed" if is_believed else "not believed",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from directory.redis_schema import KEY_PREFIX
+from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
+from directory.server_url import URL_FORMS
 
 
 def cache_folder() -> Path:
@@ -60,15 +61,10 @@ class ListenConfig(Section):
 class DirectoryConfig(Section):
     """The fleet's directory."""
 
-    url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379"),
-        description="redis://[user:password@]host:port, unix://[user:password@]/path, "
-        "redis-sentinel://[user:password@]host:port,host:port/MASTER or "
-        "redis-cluster://[user:password@]host:port,host:port; with TLS rediss://, rediss-sentinel:// or rediss-cluster://.",
-    )
+    url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379"), description=URL_FORMS)
     key_prefix: str = Field(
         KEY_PREFIX,
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        pattern=KEY_PREFIX_PATTERN,
         description="Begins every key of this fleet: letters, digits, -, _ and .; the same for all parts of a fleet.",
     )
 
@@ -93,6 +89,14 @@ class TimeoutsConfig(Section):
         if self.first_byte_s < self.connect_s:
             raise ValueError(f"first_byte_s ({self.first_byte_s:g}) must not be below connect_s ({self.connect_s:g})")
         return self
+
+
+class EncodingConfig(Section):
+    """How prompts become token ids."""
+
+    cache_mb: int = Field(
+        64, ge=1, le=65_536, description="Megabytes (MiB) for the token ids of text seen before, for each tokenizer."
+    )
 
 
 class EngineConfig(Section):
@@ -144,6 +148,7 @@ class GatewayConfig(Section):
     directory: DirectoryConfig = DirectoryConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    encoding: EncodingConfig = EncodingConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
     files_folder: Path = Field(
         default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."

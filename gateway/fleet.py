@@ -115,6 +115,8 @@ class Fleet:
         self._static = {each.engine: _static_view(each) for each in static}
         self._table = FleetTable(dict(self._static), {})
         self.directory_state = "not read yet"
+        self.directory_full_for: tuple[str, ...] = ()
+        """Hosts and engines that say that the directory refuses their placements for want of memory."""
         self.models_seen: set[str] = set()
         self._belief = Belief()
         self._belief_changes_at = float("inf")
@@ -172,6 +174,7 @@ class Fleet:
             return
         self._read_at = sent_at
         self._believe(members)
+        self._note_full(members)
         incumbents = {engine: view.url for engine, view in self._table.engines.items()}
         incumbents |= {host: _place(member) for host, member in self._table.hosts.items()}
         hosts = self._chosen(_hosts(members), incumbents)
@@ -232,6 +235,15 @@ class Fleet:
         if self.directory_state.startswith("unavailable"):
             logger.info("the directory's table can be read again")
         self.directory_state = "many lapsed" if excused else "ok"
+
+    def _note_full(self, members: Sequence[Member]) -> None:
+        was_full = bool(self.directory_full_for)
+        refused = {_name(member) for member in members if member.is_live and member.load.is_directory_full}
+        self.directory_full_for = tuple(sorted(refused))
+        if refused and not was_full:
+            logger.warning("the directory is full: placements of %s, and maybe of others, aren't taken", min(refused))
+        elif was_full and not refused:
+            logger.info("the directory has room again")
 
     def _believe_less(self) -> None:
         """Drop lives whose time is over from what engines reach. Between tables belief only shrinks."""

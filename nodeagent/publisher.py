@@ -28,10 +28,10 @@ from nodeagent.inventory import Inventory
 from nodeagent.lane import RETRY_MAX_S, RETRY_MIN_S, Lane, Life
 from nodeagent.metrics import AgentMetrics
 from nodeagent.pacing import LifeSpacing, rest_s
+from nodeagent.refusals import Refusals
 from nodeagent.registration import Clock, Lives, Sleep
 
 PENDING_KEYS_MAX = 65_536
-FULL_PAUSE_S = 0.5
 STEP_S = 0.05
 WALK_INTERVAL_S = 3600.0
 WALK_KEYS_PER_S = 100.0
@@ -68,6 +68,7 @@ class Publisher:
     ) -> None:
         self.inventory = inventory
         self.lives = lives
+        self.refusals = Refusals(lives.name, clock, metrics)
         self._directory = directory
         self._clock = clock
         self._sleep = sleep
@@ -84,8 +85,6 @@ class Publisher:
         self._walk_reason: str | None = "start"
         self._walk_due_at = clock() + self._next_interval_s()
         self._spacing = LifeSpacing()
-        self._full_until = clock()
-        self._is_full = False
         self._doubted = asyncio.Event()
         self._walkable = asyncio.Event()
         self._progress = asyncio.Event()
@@ -113,6 +112,11 @@ class Publisher:
         return is_sure and not any(lane.pending_keys or lane.is_announcing for lane in self._lanes)
 
     @property
+    def trouble(self) -> str | None:
+        """What the directory refuses, as a sentence; `None` for nothing that is known."""
+        return self.lives.trouble or self.refusals.trouble
+
+    @property
     def walk_interval_s(self) -> float:
         """How often everything is announced anew, at the latest; records expire after two of these."""
         return max(self._walk_interval_s, len(self.inventory) / WALK_KEYS_PER_S)
@@ -124,7 +128,8 @@ class Publisher:
 
     def record_in(self, tier: int, key: bytes, mask: int) -> None:
         """Note whether `key` is in one tier (`mask` is the tier's bit, or 0); what is known of others stays."""
-        self.record(key, self.inventory.mask(key) & ~tier | mask)
+        if self.inventory.set(key, mask, among=tier):
+            self._make_pending(self._lanes[partition_of(key)], key, self._clock())
 
     def record_all(self, states: Mapping[bytes, int]) -> None:
         """Note the whole inventory, least recently used first: keys that aren't in `states` are gone."""
@@ -192,7 +197,7 @@ class Publisher:
             await self._send(lane, lane.heartbeat_of, {})
         elif lane.removals:
             await self._send(lane, self._speaking, lane.take_removals())
-        elif lane.placements and self._clock() < self._full_until:
+        elif lane.placements and self.refusals.must_wait_for_room:
             await self._sleep(STEP_S)
         elif lane.placements:
             await self._send(lane, self._speaking, lane.take_placements())
@@ -209,15 +214,15 @@ class Publisher:
         batch = self._number(lane, life, keys)
         is_removal = not any(mask for _, mask in batch.states)
         lane.in_flight, sent_at = keys, self._clock()
-        if self._is_full and not is_removal:
-            self._full_until = self._clock() + FULL_PAUSE_S  # while this one tries, the others wait
+        if not is_removal:
+            self.refusals.note_try()
         try:
             held = await (self._directory.withdraw(batch) if is_removal else self._directory.place(batch))
         except BaseException as error:
             self._note_error(lane, error, is_removal)
             lane.in_flight = {}
             if lane.is_walking:
-                lane.walk.extendleft(reversed(keys))
+                lane.walk.give_back(list(keys))
             else:
                 for key, since in keys.items():
                     self._make_pending(lane, key, since)
@@ -225,8 +230,7 @@ class Publisher:
             raise
         lane.in_flight = {}
         self._note_answer(lane)
-        if not is_removal and self._is_full:
-            self._is_full, self._full_until = False, self._clock()
+        self.refusals.note_taken(lane.partition, is_removal)
         if life is self._speaking:  # what another one lost is said under this one
             if held < life.acknowledged[lane.partition]:
                 self.doubt("lost_writes")
@@ -260,12 +264,7 @@ class Publisher:
     def _note_error(self, lane: Lane, error: BaseException, is_removal: bool) -> None:
         if isinstance(error, DirectoryError):
             self._metrics.directory_errors.labels("withdraw" if is_removal else "place").inc()
-        if isinstance(error, DirectoryFull):
-            if not self._is_full:
-                self._is_full = True
-                self._metrics.degraded.labels("directory_full").inc()
-                logger.warning("the directory is full, trying again every %g s: %s", FULL_PAUSE_S, error)
-            self._full_until = self._clock() + FULL_PAUSE_S
+            self.refusals.note(lane.partition, error)
         if isinstance(error, DirectoryFull) and not is_removal:
             self._note_answer(lane)
         elif isinstance(error, DirectoryError):
@@ -288,7 +287,7 @@ class Publisher:
     async def _announce(self) -> None:
         while True:
             self._walkable.clear()
-            if any(lane.walk for lane in self._lanes) and self._clock() < self._full_until:
+            if any(lane.walk for lane in self._lanes) and self.refusals.must_wait_for_room:
                 await self._sleep(STEP_S)
                 continue
             lane = self._next_to_walk()
@@ -329,7 +328,7 @@ class Publisher:
             lane.is_walking = False
 
     def _announce_in(self, lane: Lane) -> None:
-        lane.announce(self.inventory.newest_first(lane.partition))
+        lane.announce(self.inventory.begin_walk(lane.partition))
         self._walkable.set()
 
     def _unsaid_keys(self, lane: Lane) -> int:

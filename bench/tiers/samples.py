@@ -37,6 +37,10 @@ def resident_bytes(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+async def no_wait(keys: object) -> None:
+    return
+
+
 def cpu_s() -> float:
     """CPU seconds of this process, in user mode and in the kernel."""
     usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -21,7 +21,8 @@ from typing import Any
 import orjson
 import xxhash
 
-from bench.tiers.samples import header_of, key_of, resident_bytes
+from bench.tiers.samples import header_of, key_of, no_wait, resident_bytes
+from nodeagent.agent import SWITCH_INTERVAL_S
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.chunk_file import encode_header, file_bytes, name_of
 from nodeagent.tiers.drive import Drive
@@ -73,10 +74,6 @@ def _make_share(folder: Path, count: int, shares: int, share: int) -> None:
         os.close(fd)
 
 
-async def no_wait(keys: object) -> None:
-    return
-
-
 async def start(folder: Path, rate: float) -> dict[str, Any]:
     """An agent's start on a folder, by its own parts; the worst pause of the event loop meanwhile."""
     metrics, changes = AgentMetrics(), [0]
@@ -85,6 +82,7 @@ async def start(folder: Path, rate: float) -> dict[str, Any]:
         changes[0] += 1
 
     drive = Drive(FolderStore(str(folder)), 1 << 40, count, no_wait, metrics, min_free_bytes=0)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     began = time.monotonic()
     await asyncio.to_thread(drive.store.open)
     opened_s = time.monotonic() - began

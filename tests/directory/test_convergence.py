@@ -125,7 +125,7 @@ class Writer:
 
 async def believed(stand: Stand) -> dict[bytes, dict[bytes, int]]:
     """What a reader believes: holders of each key that are live."""
-    live = {member.incarnation for member in await stand.directory.members() if member.is_live}
+    live = {member.incarnation for member in await stand.directory.members() if not member.retired}
     records = (await stand.directory.lookup(KEYS, DEADLINE_S)).records
     return {
         of: {life: mask for life, mask in holders(record).items() if life in live}

@@ -1,8 +1,5 @@
 """Servers of a cluster that send a caller on: in a circle, nowhere, or where it knows more."""
 
-import asyncio
-import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
@@ -13,57 +10,13 @@ from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.redis_connections import HOPS_MAX
 from directory.redis_directory import RedisDirectory
 from directory.redis_topology import PARTITION_SLOTS
+from tests.directory.fake_servers import FakeNode
 from tests.directory.fleet_samples import batch, holders, incarnation, key
 from tests.directory.stands import until
 
 A, K1, DEADLINE_S = incarnation(1), key(1), 5.0
 SLOT = PARTITION_SLOTS[0]
-READ_BYTES_MAX = 65536
 RECORD = A + b"\x04"
-
-
-class FakeNode:
-    """Says that `names` share the slots, at first it alone, under `called`; answers MGET and FCALL as it is told to."""
-
-    def __init__(self, called: bytes = b"") -> None:
-        self.called = called
-        self.names: list[FakeNode] = [self]
-        self.hangs = False
-        self.answers: dict[bytes, bytes] = {}
-        self.asked: Counter[bytes] = Counter()
-        self.port = 0
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def __aenter__(self) -> "FakeNode":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        while data := await reader.read(READ_BYTES_MAX):
-            for name in re.findall(rb"\*\d+\r\n\$\d+\r\n([A-Z_]+)\r\n", data):
-                self.asked[name] += 1
-                if not self.hangs:
-                    writer.write(self._slots() if name == b"CLUSTER" else self.answers.get(name, b"+OK\r\n"))
-        self._writers.discard(writer)
-        writer.close()
-
-    def _slots(self) -> bytes:
-        host = b"$%d\r\n%s\r\n" % (len(self.called), self.called)
-        share = 16384 // len(self.names)
-        ranges = [
-            b"*3\r\n:%d\r\n:%d\r\n*3\r\n%s:%d\r\n$2\r\nid\r\n"
-            % (first * share, (first + 1) * share - 1, host, node.port)
-            for first, node in enumerate(self.names)
-        ]
-        return b"*%d\r\n%s" % (len(ranges), b"".join(ranges))
 
 
 Started = Callable[..., Awaitable[tuple[RedisDirectory, FakeNode]]]
@@ -75,7 +28,8 @@ async def started() -> AsyncIterator[Started]:
     async with AsyncExitStack() as stack:
 
         async def start(called: bytes = b"") -> tuple[RedisDirectory, FakeNode]:
-            node = await stack.enter_async_context(FakeNode(called))
+            node = FakeNode(called)
+            await stack.enter_async_context(node)
             directory = RedisDirectory.connect(f"redis-cluster://127.0.0.1:{node.port}")
             stack.push_async_callback(directory.aclose)
             return directory, node
@@ -133,6 +87,18 @@ async def test_a_server_whose_name_cannot_be_one_is_not_guessed_at(started: Star
     directory, _ = await started(called=name)
     for call in (directory.lookup([K1], DEADLINE_S), directory.members(), directory.place(batch(A, 0, {K1: 1}))):
         with pytest.raises(DirectoryError, match="name one that can't be reached"):
+            await call
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [b"+OK\r\n", b":7\r\n", b"*1\r\n:7\r\n", b"*1\r\n*3\r\n:0\r\n:9\r\n*0\r\n", b"*1\r\n*2\r\n:0\r\n:9\r\n"],
+)
+async def test_nonsense_about_the_slots_is_shown(started: Started, strange: bytes) -> None:
+    directory, node = await started()
+    node.answers = {b"CLUSTER": strange}
+    for call in (directory.nodes(), directory.members(), directory.place(batch(A, 0, {K1: 1}))):
+        with pytest.raises(DirectoryError, match=f"127.0.0.1:{node.port} answers CLUSTER SLOTS with"):
             await call
 
 

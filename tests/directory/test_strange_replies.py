@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,18 +17,21 @@ from directory.members import EngineRegistration, Load
 from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
 
+EXAMPLES = 80
 KEY = b"k" * 16
 LIFE = b"l" * 8
+COMMAND = re.compile(rb"\*[0-9]+\r\n\$[0-9]+\r\n[A-Z_]+\r\n")
 ENGINE = EngineRegistration(
     "e", "h", "http://e:1", ("m",), Identity("m", "w", "t", "f", "l"), ModelShape(1e6, 2, 8, 32), 16, 128
 )
 
 
 class StrangeServer:
-    """Answers each command with `reply`."""
+    """Answers each command with `reply`, and one that asks where the servers are with `where`."""
 
     def __init__(self) -> None:
         self.reply = b""
+        self.where = b""
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,8 +40,10 @@ class StrangeServer:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            while await reader.read(65_536):
-                writer.write(self.reply)
+            while asked := await reader.read(65_536):
+                is_search = b"CLUSTER\r\n" in asked or b"SENTINEL\r\n" in asked
+                commands = max(1, len(COMMAND.findall(asked)))
+                writer.write((self.where if is_search else self.reply) * commands)
                 await writer.drain()
         writer.transport.abort()
 
@@ -84,19 +90,83 @@ replies = st.recursive(
 GARBAGE = st.binary(min_size=1, max_size=60).map(lambda data: b"!" + data + b"\r\n\r\n")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SINGLE, SENTINEL, CLUSTER = "redis://127.0.0.1:{}", "redis-sentinel://127.0.0.1:{}/m", "redis-cluster://127.0.0.1:{}"
+parts = st.one_of(
+    simple, st.sampled_from([b"$9\r\n127.0.0.1\r\n", b"$1\r\n?\r\n", b"$0\r\n\r\n", b":1\r\n", b":99999\r\n"])
+)
+masters = st.lists(parts, min_size=1, max_size=3).map(lambda each: b"*%d\r\n%s" % (len(each), b"".join(each)))
+ranges = st.lists(parts | masters, min_size=2, max_size=4).map(
+    lambda each: b"*1\r\n*%d\r\n:0\r\n:16383\r\n%s" % (len(each) + 1, b"".join(each[1:]))
+)
+redirects = st.tuples(
+    st.sampled_from([b"MOVED", b"ASK"]),
+    st.sampled_from([b"", b" 3560", b" x", b" -1", b" 99999"]),
+    st.sampled_from(
+        [b"", b" 127.0.0.1:1", b" :@", b" 127.0.0.1", b" 127.0.0.1:99999", b" ?:1", b" [::1]:1", b" a b:1"]
+    ),
+).map(lambda each: b"-" + b"".join(each) + b"\r\n")
+ONE_OWNER = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:@PORT\r\n"
+
+
+async def asked_of_each(directory: RedisDirectory) -> None:
+    """What `warmroute directory stats` asks of each server."""
+    for node in await directory.nodes():
+        assert node.name
+        await node.execute("DBSIZE")
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 @example(b"+OK\r\n")
 @example(b"*1\r\n$9\r\n12345678\x07\r\n")
 @example(b"*2\r\n:0\r\n*1\r\n*5\r\n$8\r\nllllllll\r\n:1\r\n:2\r\n$1\r\nx\r\n:0\r\n")
-@given(replies | GARBAGE)
+@given(replies | GARBAGE | redirects)
 def test_any_reply_is_an_answer_or_a_directory_error(
     runner: asyncio.Runner, server: tuple[StrangeServer, int], reply: bytes
+) -> None:
+    ask_everything(runner, server, SINGLE, reply)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(b"*2\r\n:1\r\n:2\r\n")
+@example(b"*2\r\n$-1\r\n$4\r\n6379\r\n")
+@example(b"*2\r\n$9\r\n127.0.0.1\r\n$-1\r\n")
+@example(b"*2\r\n$9\r\n127.0.0.1\r\n:99999\r\n")
+@given(masters | replies | GARBAGE)
+def test_any_word_of_a_sentinel_is_a_master_or_a_directory_error(
+    runner: asyncio.Runner, server: tuple[StrangeServer, int], where: bytes
+) -> None:
+    ask_everything(runner, server, SENTINEL, b":1\r\n", where)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(b"*1\r\n*3\r\n:0\r\n:16383\r\n*0\r\n")
+@example(b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n:5\r\n:1\r\n")
+@example(b"*1\r\n*3\r\n$1\r\nx\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n")
+@given(ranges | replies | GARBAGE | redirects)
+def test_any_division_of_a_cluster_is_one_or_a_directory_error(
+    runner: asyncio.Runner, server: tuple[StrangeServer, int], where: bytes
+) -> None:
+    ask_everything(runner, server, CLUSTER, b":1\r\n", where)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(b"-MOVED 3560 127.0.0.1:99999\r\n")
+@given(redirects | replies)
+def test_wherever_a_member_sends_a_caller_is_an_answer_or_a_directory_error(
+    runner: asyncio.Runner, server: tuple[StrangeServer, int], reply: bytes
+) -> None:
+    ask_everything(runner, server, CLUSTER, reply, ONE_OWNER)
+
+
+def ask_everything(
+    runner: asyncio.Runner, server: tuple[StrangeServer, int], url: str, reply: bytes, where: bytes | None = None
 ) -> None:
     async def check() -> None:
         strange, port = server
         strange.reply = reply
-        directory = RedisDirectory.connect(f"redis://127.0.0.1:{port}")
+        strange.where = reply if where is None else where.replace(b"@PORT", str(port).encode())
+        directory = RedisDirectory.connect(url.format(port))
         batch = Batch(LIFE, partition_of(KEY), 1, ((KEY, 1),), 60.0)
         gone = Batch(LIFE, partition_of(KEY), 1, ((KEY, 0),), 60.0)
         calls = [
@@ -108,6 +178,7 @@ def test_any_reply_is_an_answer_or_a_directory_error(
             lambda: directory.retire(LIFE),
             lambda: directory.place(batch),
             lambda: directory.withdraw(gone),
+            lambda: asked_of_each(directory),
         ]
         try:
             for number, call in enumerate(calls):
@@ -118,7 +189,7 @@ def test_any_reply_is_an_answer_or_a_directory_error(
                 if number < 2:
                     assert all(record is None or isinstance(record, bytes) for record in found.records)
                     assert len(found.records) == (1, 300)[number]
-                if number >= 6:
+                if number in (6, 7):
                     assert isinstance(found, int)
         finally:
             await directory.aclose()

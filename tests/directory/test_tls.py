@@ -1,5 +1,6 @@
 """TLS to the directory's server: certificates are checked, ours is shown where the server wants one."""
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -57,8 +58,31 @@ async def test_a_certificate_that_is_not_trusted_is_unavailable(
 
 async def test_plain_text_to_a_server_with_tls_is_an_error_and_not_a_hang(port: int) -> None:
     directory = RedisDirectory.connect(f"redis://127.0.0.1:{port}")
-    with pytest.raises(DirectoryError):
+    with pytest.raises(DirectoryUnavailable, match=r"expects TLS \(rediss://\)"):
         await directory.members()
+    await directory.aclose()
+
+
+async def test_an_alert_of_tls_is_known_for_one(unused_tcp_port: int) -> None:
+    async def alert(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65_536)
+        writer.write(b"\x15\x03\x01\x00\x02\x02\x46")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(alert, "127.0.0.1", unused_tcp_port):
+        directory = RedisDirectory.connect(f"redis://127.0.0.1:{unused_tcp_port}")
+        with pytest.raises(DirectoryUnavailable, match=r"expects TLS \(rediss://\)"):
+            await directory.members()
+        await directory.aclose()
+
+
+async def test_tls_to_a_server_in_the_clear_is_an_error_that_is_not_empty(
+    valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    directory = RedisDirectory.connect(f"rediss://127.0.0.1:{valkey.port}")
+    with pytest.raises(DirectoryUnavailable, match=r"no answer from .*[a-z0-9]$"):
+        await directory.lookup([K1], DEADLINE_S)
     await directory.aclose()
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 from typing import Self
 
 from directory.costs import ModelShape, Rates
@@ -134,8 +135,11 @@ class Agent:
                 group.create_task(publisher.run())
 
     def _publisher(self, registration: Registration, load: Load) -> Publisher:
-        lives = Lives(self.directory, registration, lambda: load, asyncio.sleep, self.metrics)
-        return Publisher(
+        def reported() -> Load:
+            return replace(load, is_directory_full=publisher.refusals.is_full)
+
+        lives = Lives(self.directory, registration, reported, asyncio.sleep, self.metrics)
+        publisher = Publisher(
             self.directory,
             lives,
             Inventory(KEYS_MAX),
@@ -143,6 +147,7 @@ class Agent:
             sleep=asyncio.sleep,
             metrics=self.metrics,
         )
+        return publisher
 
 
 @contextlib.asynccontextmanager

@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.directory.cluster_fixtures import cluster, directory, paused, running_cluster
 from tests.directory.servers import ServerProcess
 from tests.directory_servers.standalone import standalone
+
+__all__ = ["cluster", "directory", "paused", "redis_server", "running_cluster", "server"]
 
 
 @pytest.fixture

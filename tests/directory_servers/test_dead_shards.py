@@ -1,7 +1,6 @@
 """Shards that die, hang, come back empty or hand over to a replica: what their partitions cost, and for how long."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -14,37 +13,6 @@ from tests.directory.servers import ClusterOfThree, ServerProcess
 from tests.directory.stands import until
 
 B = incarnation(2)
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[ClusterOfThree]:
-    with ClusterOfThree() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(running: ClusterOfThree) -> ClusterOfThree:
-    """Empty, with all of its servers up."""
-    running.wait_until_ok()
-    for master in running.masters:
-        master.client().flushall()
-    return running
-
-
-@pytest.fixture
-async def directory(cluster: ClusterOfThree) -> AsyncIterator[RedisDirectory]:
-    directory = RedisDirectory.connect(cluster.url)
-    yield directory
-    await directory.aclose()
-
-
-@pytest.fixture
-def paused(cluster: ClusterOfThree) -> Iterator[list[ServerProcess]]:
-    """Servers put here are continued at the end."""
-    servers: list[ServerProcess] = []
-    yield servers
-    for server in servers:
-        server.resume()
 
 
 class TestShards:

@@ -40,6 +40,13 @@ def check_served(answers: list[Answer], at_least: int) -> None:
     assert len(answers) >= at_least, "requests kept flowing"
 
 
+async def until_full_for(fleet: GatewayFleet, names: list[str]) -> None:
+    """Wait until `/fleet` says whose placements are refused."""
+    async with asyncio.timeout(RECOVERY_BOUND_S):
+        while (await fleet.shown())["directory_full_for"] != names:
+            await asyncio.sleep(0.1)
+
+
 async def test_a_pause_of_thirty_seconds_costs_hits_and_no_request(
     fleet: GatewayFleet, redis_server: ServerProcess
 ) -> None:
@@ -91,6 +98,7 @@ async def test_a_full_server_takes_no_placements_and_costs_neither_hits_nor_requ
             RECOVERY_BOUND_S,
         )
         full_from = len(answers)
+        await until_full_for(fleet, [agent.host.lives.name])
         await until(
             lambda: sum(each.is_warm for each in answers[full_from:]) >= FULL_ANSWERS,
             "what was placed before is believed",
@@ -101,6 +109,7 @@ async def test_a_full_server_takes_no_placements_and_costs_neither_hits_nor_requ
         assert not agent.is_settled
         raw.config_set("maxmemory", "0")
         await until(lambda: agent.is_settled, "what waited has been placed", RECOVERY_BOUND_S)
+        await until_full_for(fleet, [])
     check_served(answers, 20)
 
 

@@ -1,7 +1,7 @@
 """The fleet's table: who is believed, who may serve, and what a silent directory or a dead agent changes."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -115,6 +115,34 @@ async def test_two_engines_of_one_host_share_its_tiers(setup: Setup) -> None:
     await setup.join("b", B)
     await setup.see()
     assert all(view.reach.host == {host} for view in setup.fleet.table.engines.values())
+
+
+async def test_whose_placements_a_full_directory_refuses_is_shown_and_said_once(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = await setup.join_host()
+    await setup.join("a", A)
+    for is_full in (False, True, True, False):
+        await setup.directory.renew(life, replace(HOST_LOAD, is_directory_full=is_full))
+        await setup.see()
+        assert setup.fleet.directory_full_for == (("h",) if is_full else ())
+    assert [each.getMessage() for each in caplog.records if "full" in each.getMessage()] == [
+        "the directory is full: placements of h, and maybe of others, aren't taken"
+    ]
+    await setup.directory.renew(life, replace(HOST_LOAD, is_directory_full=True))
+    setup.clock.now += TERM_S + 1
+    await setup.see()
+    assert setup.fleet.directory_full_for == (), "nobody knows what one who is silent would be told"
+
+
+async def test_a_dead_engine_whose_servers_clock_went_back_does_not_keep_its_name(setup: Setup) -> None:
+    dead = draw_incarnation()
+    await setup.directory.register(dead, engine_registration("a", A), ENGINE_LOAD)
+    await setup.see()
+    await setup.directory.renew(dead, ENGINE_LOAD, 3600.0)  # as if an hour came again
+    await setup.join("a", B)
+    await setup.see()
+    assert setup.fleet.table.engines["a"].url == B
 
 
 async def test_both_lives_are_believed_during_a_walk(setup: Setup) -> None:

@@ -19,13 +19,13 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.admission import Admission
-from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import file_bytes, name_of
 from nodeagent.tiers.dram import DramTier
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.file_writer import FileWriter
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from nodeagent.tiers.promotion import Promotion
 from nodeagent.tiers.quarantine import keep
 from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins

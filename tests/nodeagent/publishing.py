@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from directory.errors import DirectoryFull, DirectoryUnavailable
+from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable
 from directory.interface import BATCH_PLACEMENTS_MAX, Batch
 from directory.members import HostRegistration, Load
 from directory.memory import MemoryDirectory
@@ -53,6 +53,8 @@ class FaultyDirectory:
         """Partitions whose shard doesn't answer."""
         self.hanging: set[int] = set()
         """Partitions whose shard takes every call and never answers."""
+        self.refusing: dict[int, str] = {}
+        """Partitions whose shard refuses every batch, and why."""
         self.delay_s = 0.0
         self.in_flight: list[Batch] = []
         self.most_in_flight = 0
@@ -99,6 +101,8 @@ class FaultyDirectory:
         if batch.partition in self.hanging:
             await self._time.sleep(CALL_S)
             raise DirectoryUnavailable("no answer")
+        if batch.partition in self.refusing:
+            raise DirectoryError(self.refusing[batch.partition])
         fault = self.faults.pop(0) if self.faults and batch.states else ""
         if self.is_down or batch.partition in self.down or fault == "lost request":
             raise DirectoryUnavailable("lost")

@@ -20,11 +20,12 @@ from nodeagent.errors import ChunkConflict, ChunkCorrupt
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers import self_test
-from nodeagent.tiers.arena import PAGE_BYTES, Arena
+from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import BLOCK_BYTES, HEADER_BYTES, UNKNOWN_IDENTITY, FileHeader, encode_header, name_of
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.file_writer import FileWriter
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from nodeagent.tiers.restore import restore
 from tests.nodeagent.lone_drive import no_wait
 from tests.nodeagent.running import label, payload, storage_key

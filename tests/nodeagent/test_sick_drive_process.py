@@ -184,7 +184,7 @@ def failed(host, reason):
 
 
 def test_a_full_disk_is_read_and_written_again_when_there_is_room(host):
-    mine, other, since = begin(host)
+    _, other, since = begin(host)
     before, chunks = failed(host, "nvme_write_failed"), host.drive()["chunks"]
     evicted = host.metric("evictions_total", tier="nvme", reason="quota")
     space = os.statvfs(host.image)

@@ -140,6 +140,35 @@ def test_what_was_stored_and_evicted_meanwhile_is_said_afterwards(tmp_path, valk
             agent.call(remote.aclose())
 
 
+def test_a_full_server_is_shown_by_the_agent_and_in_the_fleets_table(tmp_path, valkey):
+    async def full_for(directory: RedisDirectory) -> set[str]:
+        rows = [each for each in await directory.members() if each.is_live and each.load.is_directory_full]
+        return {getattr(row.registration, "engine", row.registration.host) for row in rows}
+
+    with redis.Redis(port=valkey) as raw:
+        raw.flushall()
+        remote = RedisDirectory.connect(f"redis://127.0.0.1:{valkey}")
+        with running_agent(tmp_path, directory=remote) as agent, connected(agent.config.door) as client:
+            client.put(label("a"), payload("a"), WAIT_S)
+            client.report_gpu([b"g" * 16], [])
+            eventually(lambda: agent.agent._host.is_settled, "all is said")
+            assert agent.call(full_for(remote)) == set()
+            try:
+                raw.config_set("maxmemory", "1")
+                client.put(label("b"), payload("b"), WAIT_S)
+                client.report_gpu([b"h" * 16], [])
+                eventually(lambda: agent.call(full_for(remote)) == {"host-1", "engine-1"}, "both say it")
+                status = agent.status()
+                assert {status["directory"], *(row["directory"] for row in status["engines"])} == {
+                    "the directory is full: placements are refused"
+                }
+            finally:
+                raw.config_set("maxmemory", "0")
+            eventually(lambda: agent.call(full_for(remote)) == set(), "there is room")
+            assert agent.status()["directory"] == "ok"
+            agent.call(remote.aclose())
+
+
 def test_the_comparison_sees_what_is_missing_and_what_is_too_much(tmp_path, valkey):
     url = f"redis://127.0.0.1:{valkey}"
     with redis.Redis(port=valkey) as raw:
