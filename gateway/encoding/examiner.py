@@ -6,8 +6,10 @@ pickled: both sides are this program.
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import pickle
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gateway.encoding.examination import Examination, examine
 TIMEOUT_S = 300.0
 REFUSED = 3
 """The exit status where the content isn't a tokenizer; the reason is on standard output."""
+_PR_SET_PDEATHSIG = 1
 
 
 async def examine_apart(content: bytes) -> Examination:
@@ -31,6 +34,7 @@ async def examine_apart(content: bytes) -> Examination:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": root},
+        start_new_session=True,  # Ctrl-C reaches the gateway alone, which ends its child
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -53,6 +57,7 @@ async def examine_apart(content: bytes) -> Examination:
 
 def main() -> int:
     """Zero when the verdict was written."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # nobody would read it
     try:
         verdict = examine(sys.stdin.buffer.read())
     except ValueError as error:
