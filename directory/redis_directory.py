@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 from directory import redis_schema as schema
@@ -36,7 +37,7 @@ from directory.members import (
     encode_registration,
 )
 from directory.placements import PARTITIONS, partition_of
-from directory.redis_connections import Answer, Connections, Shard
+from directory.redis_connections import Connections, Reading, Shard
 from directory.redis_errors import map_redis_errors
 from directory.redis_node import CALL_TIMEOUT_S, CONNECTIONS_MAX
 from directory.server_url import check_server_url
@@ -220,19 +221,20 @@ class RedisDirectory:
             shards = await self._within(self._connections.find_shards(), ends_at - now())
         reads = {}
         for groups in _divided(keys, shards):
-            names = [self._keys.records(keys[place] for place in group) for group in groups]
+            names = [self._keys.records(map(keys.__getitem__, group)) for group in groups]
             reads[self._begin(self._connections.read(names, partition_of(keys[groups[0][0]])))] = groups
         await asyncio.wait(reads, timeout=max(0.0, ends_at - now()))
         records: list[bytes | None] = [None] * len(keys)
         errors: list[Exception] = []
         for task, groups in reads.items():
-            places = [place for group in groups for place in group]
-            for place, answer in zip(places, _answers_of(task, len(places), ends_at - began_at), strict=True):
-                if isinstance(answer, Exception):
-                    errors.append(answer)
-                else:
-                    records[place] = answer or b""
-        if len(errors) == len(keys):
+            reading = _reading_of(task, sum(map(len, groups)), ends_at - began_at)
+            errors += reading.errors
+            if len(reading.records) == len(keys) and len(groups) == 1:
+                records = reading.records
+            else:
+                for place, record in zip(chain.from_iterable(groups), reading.records, strict=True):
+                    records[place] = record
+        if records.count(None) == len(keys):
             _raise_for(errors[0], asked_all=len(reads) == len(shards))
         return records
 
@@ -355,10 +357,10 @@ def _outcome_of(task: "asyncio.Task[_T]", waited_s: float, who: str = SERVERS) -
         return error
 
 
-def _answers_of(task: "asyncio.Task[list[Answer]]", keys: int, waited_s: float) -> list[Answer]:
-    """A read's answers, or what it failed with in place of each."""
+def _reading_of(task: "asyncio.Task[Reading]", keys: int, waited_s: float) -> Reading:
+    """What a read came to; nothing at all where it failed."""
     outcome = _outcome_of(task, waited_s)
-    return [outcome] * keys if isinstance(outcome, DirectoryError) else outcome
+    return Reading.failed(keys, outcome) if isinstance(outcome, DirectoryError) else outcome
 
 
 def _divided(keys: Sequence[bytes], shards: Sequence[Shard]) -> list[list[Sequence[int]]]:

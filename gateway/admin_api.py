@@ -150,6 +150,7 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
         "state": view.state,
         "models": list(view.models),
         "encoding": encoders.state(registration) if registration else "no agent",
+        "tokenizer": encoders.tokenizer_state(registration) if registration else None,
         "placements": "believed" if is_believed else "not believed",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),

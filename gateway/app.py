@@ -55,9 +55,9 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
-        encoders = Encoders(TokenizerFiles(config.files_folder, control))
-        stack.callback(encoders.close)
         ledger, metrics = Ledger(clock), GatewayMetrics()
+        encoders = _encoders(config, control, metrics)
+        stack.callback(encoders.close)
         fleet = Fleet(
             directory,
             HealthCheck(control),
@@ -93,6 +93,14 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             await servers[1]
             for task in loops:
                 task.cancel()
+
+
+def _encoders(config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics) -> Encoders:
+    return Encoders(
+        TokenizerFiles(config.files_folder, control),
+        cache_bytes_max=config.encoding.cache_mb * 2**20,
+        on_mismatch=metrics.degraded.labels("tokenizer_cache").inc,
+    )
 
 
 def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:

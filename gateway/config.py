@@ -91,6 +91,14 @@ class TimeoutsConfig(Section):
         return self
 
 
+class EncodingConfig(Section):
+    """How prompts become token ids."""
+
+    cache_mb: int = Field(
+        64, ge=1, le=65_536, description="Megabytes (MiB) for the token ids of text seen before, for each tokenizer."
+    )
+
+
 class EngineConfig(Section):
     """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity."""
 
@@ -140,6 +148,7 @@ class GatewayConfig(Section):
     directory: DirectoryConfig = DirectoryConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    encoding: EncodingConfig = EncodingConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
     files_folder: Path = Field(
         default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,10 +23,13 @@ from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
+from nodeagent.hints import Hints
+from nodeagent.host_rates import HostRates, time_memory
 from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
+from nodeagent.peers.exchange import PeerExchange
 from nodeagent.processes import Holder, Process, ProcessWatch
 from nodeagent.publisher import Publisher
 from nodeagent.registration import Clock, Lives, Sleep
@@ -45,6 +50,8 @@ from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
 WITHDRAW_WAIT_S = 0.05
 HOST_KEYS_MAX = 16_000_000
 LIFE_BYTES = 16
+SWITCH_INTERVAL_S = 0.001
+"""How long threads that index a drive may keep the event loop waiting: it must answer engines during a start."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -65,7 +72,8 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     directory = RedisDirectory.connect(
         config.directory.url.get_secret_value(), key_prefix=config.directory.key_prefix, clock=time.monotonic
     )
-    agent = Agent(config, directory)
+    agent, switch_interval_s = Agent(config, directory), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, agent.stop)
@@ -74,6 +82,7 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+        sys.setswitchinterval(switch_interval_s)
         await directory.aclose()
     return not agent.has_hanging_threads
 
@@ -103,6 +112,7 @@ class Agent:
         self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion
+        self._peers = PeerExchange(config.peers, self._metrics)
         self._nvme_writing: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._is_ready = False
@@ -116,9 +126,14 @@ class Agent:
         """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(self._listen())
+            opened.enter_context(self._peers)
             self._host = self._host_publisher(listener)
             opened.callback(self._close_stores)
             await self._open_drives()
+            nvme = self._nvme
+            self._rates = HostRates(
+                await asyncio.to_thread(time_memory), None if nvme is None else lambda: nvme.read_cost
+            )
             async with asyncio.TaskGroup() as group:
                 await self._run_in(group, listener, ready)
 
@@ -131,6 +146,7 @@ class Agent:
             "directory": self._host.trouble or "ok",
             "incarnations": _names(self._host),
             "pending_keys": self._host.pending_keys,
+            "load_costs": self._rates.status(),
             "tiers": {
                 Tier.DRAM.label: {
                     "bytes_used": self._tier.used_bytes,
@@ -139,9 +155,11 @@ class Agent:
                     "slots": hierarchy.arena.slots if hierarchy is not None else 0,
                     "references": hierarchy.open_references if hierarchy is not None else 0,
                     "reservations": hierarchy.open_reservations if hierarchy is not None else 0,
+                    **self._tier.memory_status(),
                 },
                 **({Tier.NVME.label: self._nvme_status(nvme)} if nvme is not None else {}),
             },
+            "peers": self._peers.status(),
             "engines": [
                 {
                     "engine": engine.name,
@@ -168,11 +186,18 @@ class Agent:
         host = self._host
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram.quota_bytes, partial(host.record_in, Tier.DRAM), withdrawn, group, self._metrics
+            self._config.dram.quota_bytes,
+            partial(host.record_in, int(Tier.DRAM)),
+            withdrawn,
+            group,
+            self._metrics,
+            wish=self._config.dram.wish,
+            verify_reads=self._config.dram.verify_reads,
         )
         nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group)
         self._watch_announced(host, roster)
+        self._peers.start(group, tier, lambda: self._lower, roster)
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
         door = Door(
@@ -199,6 +224,7 @@ class Agent:
             door.close()
             processes.close()
             await roster.close()
+            await self._peers.stop()
             await _end(loops)
             await host.stop()
             await self._close_nvme()
@@ -220,7 +246,7 @@ class Agent:
             sleep=self._sleep,
             metrics=self._metrics,
             walk_interval_s=self._config.directory.walk_interval_s,
-            nvme_bytes_per_s=self._nvme_rate if self._nvme is not None else None,
+            rates=self._rates,
             follow=self._follower,
         )
 
@@ -230,7 +256,7 @@ class Agent:
             self._metrics.registry,
             lambda: self._is_ready,
             self.status,
-            self._lower.prefetch,
+            Hints(self._lower, self._peers),
             partial(reset_prefix_cache, self._roster, self._follower),
             self._pins if self._nvme is not None else None,
         )
@@ -241,7 +267,7 @@ class Agent:
         config = self._config.nvme
         if not config.drives:
             return
-        nvme = self._nvme = NvmeTier(partial(self._host.record_in, Tier.NVME))
+        nvme = self._nvme = NvmeTier(partial(self._host.record_in, int(Tier.NVME)))
         for each in config.drives:
             drive = Drive(
                 self._make_store(each),
@@ -305,6 +331,7 @@ class Agent:
     def _make_store(self, config: DriveConfig) -> Store:
         drive, store = str(config.path), FolderStore(str(config.path), fsync=self._config.nvme.fsync)
         if config.day_bytes is None:
+            self._metrics.write_budget_bytes.labels(drive).set(math.inf)
             logger.info("writes to %s have no endurance budget: its capacity_gb and dwpd aren't given", drive)
             return store
         budgeted = BudgetedStore(store, drive, drive, config.day_bytes)
@@ -314,10 +341,6 @@ class Agent:
         metrics.write_budget_bytes.labels(drive).set_function(lambda: budgeted.available_bytes)
         metrics.written_today_bytes.labels(drive).set_function(lambda: budgeted.written_today_bytes)
         return budgeted
-
-    def _nvme_rate(self) -> float:
-        assert self._nvme is not None, "asked for only where the tier is"
-        return self._nvme.read_bytes_per_s
 
     def _watch_announced(self, host: Publisher, roster: Roster) -> None:
         announced = self._metrics.announced_chunks
@@ -337,7 +360,8 @@ class Agent:
     def _host_publisher(self, listener: socket.socket) -> Publisher:
         bind, port = listener.getsockname()[:2]
         address = f"[{bind}]" if ":" in bind else bind
-        registration = HostRegistration(self._config.host, self._config.listen.url or f"http://{address}:{port}")
+        url = self._config.listen.url or f"http://{address}:{port}"
+        registration = HostRegistration(self._config.host, url, self._peers.address)
         return Publisher(
             self._directory,
             Lives(self._directory, registration, self._load, self._sleep, self._metrics),
@@ -352,13 +376,24 @@ class Agent:
         used, limit = {Tier.DRAM: self._tier.used_bytes}, {Tier.DRAM: self._tier.quota_bytes}
         if self._nvme is not None:
             used[Tier.NVME], limit[Tier.NVME] = self._nvme.used_bytes, self._nvme.quota_bytes
-        return Load(tier_bytes_used=used, tier_bytes_limit=limit, is_directory_full=self._host.refusals.is_full)
+        rates = self._rates.rates(sum(engine.flops for engine in self._roster.engines))
+        return Load(
+            rates,
+            used,
+            limit,
+            is_directory_full=self._host.refusals.is_full,
+            peer_bytes_per_s=self._peers.rates(),
+        )
 
     def _process_gone(self, process: Process) -> None:
         self._roster.process_gone(process)
         if self._tier.hierarchy is not None:
             hierarchy = self._tier.hierarchy
-            released = sum(hierarchy.release_holder(Holder(process, client)) for client in process.clients)
+            released = 0
+            for client, chunk_tokens in process.clients.items():
+                ended = hierarchy.release_holder(Holder(process, client))
+                self._metrics.tokens_missed.inc(ended * chunk_tokens)
+                released += ended
             self._tier.account()
             if released:
                 logger.info("process %d has ended; its %d references are released", process.pid, released)

@@ -11,11 +11,16 @@ COPY_BYTES = 4 << 20
 
 
 class ArenaMap:
-    """The mapped arena of one run of the agent. It stays mapped for as long as anybody refers to it."""
+    """The mapped arena of one run of the agent. It stays mapped for as long as anybody refers to it, or until `close`.
+
+    `verify_reads`: whether the checksum is to be looked at after a copy. `is_closed`: every read fails from now on.
+    """
 
     def __init__(self, offer: ArenaOffer, read_only_fd: int, writable_fd: int) -> None:
         """Takes the descriptors over. Raises `OSError` or `ValueError` where they can't be mapped."""
         self._offer = offer
+        self.verify_reads = offer.verify_reads
+        self.is_closed = False
         total_bytes = offer.header_bytes + offer.slots * offer.slot_bytes
         try:
             self._read_only = mmap.mmap(read_only_fd, total_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -27,8 +32,19 @@ class ArenaMap:
             each.madvise(mmap.MADV_DONTFORK)  # a forked child must not write where it holds no reservation
         self._generations = memoryview(self._read_only)[: offer.slots * GENERATION_BYTES].cast("Q")
 
+    def close(self) -> bool:
+        """Unmap it, whoever refers to it. Returns `False` while bytes are being copied: close it again then."""
+        self.is_closed = True
+        try:
+            self._generations.release()
+            self._read_only.close()
+            self._writable.close()
+        except BufferError:
+            return False
+        return True
+
     def generation(self, slot: int) -> int:
-        """The slot's generation now."""
+        """The slot's generation now. Raises `ValueError` once it is closed, as reads and writes do."""
         return self._generations[slot]
 
     def read_into(self, slot: int, target: memoryview) -> None:

@@ -6,7 +6,7 @@ reports the whole `gpu` inventory, and does so again whenever the connection was
 
 References outlive a lost connection, because the bytes are still mapped. The next connection begins by saying what is
 still held, so what was granted in answers that got lost is given back. After a restart of the agent there is nothing
-to give back; chunks opened before stay readable or are misses.
+to give back; chunks opened before stay readable for a few seconds, then they are misses: the memory is let go.
 """
 
 import enum
@@ -51,7 +51,8 @@ from nodeagent.messages import (
     Reserved,
     Welcome,
 )
-from nodeagent.opened_chunk import NO_ANSWER, OpenedChunk, OpenedPiece, Reference, opened_chunks
+from nodeagent.old_arenas import OldArenas
+from nodeagent.opened_chunk import NO_ANSWER, OpenedChunk, OpenedPiece, Read, Reference, close_of, opened_chunks
 
 RECONNECT_MIN_S = 0.1
 RECONNECT_MAX_S = 2.0
@@ -73,13 +74,6 @@ class PutResult(enum.Enum):
     STORED = "stored"
     ALREADY = "already"
     REFUSED = "refused"
-
-
-@dataclass(slots=True)
-class _Read:
-    read_bytes: int = 0
-    read_s: float = 0.0
-    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +101,13 @@ class ChunkClient:
         self._attachment: _Attachment | None = None
         self._link: Link | None = None
         self._life: bytes | None = None
-        self._reads: dict[Reference, _Read] = {}
+        self._reads: dict[Reference, Read] = {}
         self._filling: set[int] = set()
         self._owed: deque[Message] = deque(maxlen=OWED_MAX)
         self._gpu_changes: dict[bytes, bool] = {}
         self._is_gpu_stale = True
         self._load: LoadReport | None = None
+        self._old_arenas = OldArenas()
         self._last_refusal = ""
         self._stopping = threading.Event()
         self._tier_known = threading.Event()
@@ -147,14 +142,14 @@ class ChunkClient:
         """Copy a chunk's bytes into `target`, which has its length. `False` is a miss: don't use the bytes.
 
         The slot's generation and the checksum of what was copied are looked at after the copy, so a slot that was
-        reused, or written late, is never taken for the chunk.
+        reused, or written late, is never taken for the chunk. The agent may say to leave the checksum out.
         """
         with self._lock:
             read = self._reads.get(chunk.reference)
         if read is None:
             return False
         started = time.perf_counter()
-        is_good = self._copy(chunk, target)
+        is_good = chunk.copy_into(target)
         read.read_s += time.perf_counter() - started
         read.read_bytes += chunk.length if is_good else 0
         read.has_failed = read.has_failed or not is_good
@@ -162,23 +157,14 @@ class ChunkClient:
 
     def close(self, chunks: Sequence[OpenedChunk]) -> None:
         """Give references back, and report what was read. Closing again does nothing."""
-        ended: dict[bytes, list[tuple[int, _Read]]] = {}
+        ended: dict[bytes, list[tuple[int, Read]]] = {}
         with self._lock:
             for chunk in chunks:
                 read = self._reads.pop(chunk.reference, None)
                 if read is not None:
                     ended.setdefault(chunk.reference.life, []).append((chunk.reference.number, read))
         for life, reads in ended.items():
-            self._give_back(
-                life,
-                Close(
-                    [number for number, read in reads if read.read_bytes and not read.has_failed],
-                    [number for number, read in reads if read.has_failed],
-                    sum(read.read_bytes for _, read in reads),
-                    sum(read.read_s for _, read in reads if read.read_bytes),
-                    [number for number, read in reads if not read.read_bytes and not read.has_failed],
-                ),
-            )
+            self._give_back(life, close_of(reads))
 
     def put(self, label: ChunkLabel, payload: memoryview, timeout_s: float) -> PutResult:
         """Store a chunk in the host's tiers. The payload must not change meanwhile; nothing is raised."""
@@ -254,18 +240,6 @@ class ChunkClient:
         chunks = opened_chunks(wanted, answer.chunks, attachment.life, attachment.arena)
         return OpenedPiece(chunks, answer.goes_on)
 
-    def _copy(self, chunk: OpenedChunk, target: memoryview) -> bool:
-        try:
-            with target.cast("B") as data:
-                if data.nbytes != chunk.length:
-                    return False
-                chunk.arena.read_into(chunk.slot, data)
-                is_current = chunk.arena.generation(chunk.slot) == chunk.generation
-                return is_current and xxhash.xxh3_128_digest(data) == chunk.checksum
-        except (TypeError, ValueError, IndexError, BufferError) as error:
-            logger.error("a chunk can't be read: %s", error)
-            return False
-
     def _fill(self, attachment: _Attachment, granted: Reserved, data: memoryview, deadline: float) -> PutResult:
         try:
             attachment.arena.write(granted.slot, data)
@@ -305,7 +279,7 @@ class ChunkClient:
         if isinstance(answer, Opened) and answer.chunks:
             if is_awaited:
                 with self._lock:
-                    self._reads.update((Reference(life, each.reference), _Read()) for each in answer.chunks)
+                    self._reads.update((Reference(life, each.reference), Read()) for each in answer.chunks)
             else:
                 self._give_back(life, Close([], [], 0, 0.0, [each.reference for each in answer.chunks]))
         elif isinstance(answer, Reserved) and answer.outcome is PutOutcome.GRANTED:
@@ -333,6 +307,7 @@ class ChunkClient:
                 logger.debug("no agent at %s: %s", self._door, error)
             except Exception:  # the edge of the loop: an engine must not lose its tier for good to one fault
                 logger.exception("the connection to the agent met a fault")
+            self._old_arenas.let_go(time.monotonic())
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, RECONNECT_MAX_S)
 
@@ -344,7 +319,7 @@ class ChunkClient:
             is_welcome = self._introduce(link)
             while is_welcome and not self._stopping.is_set():
                 self._flush(link)
-                for message in link.receive(self._wake_fd, None):
+                for message in link.receive(self._wake_fd, self._old_arenas.let_go(time.monotonic())):
                     self._heed(message, link)
             if is_welcome:
                 self._flush(link)
@@ -355,7 +330,10 @@ class ChunkClient:
             logger.info("the agent at %s is gone: %s", self._door, error)
         finally:
             with self._lock:
-                self._attachment = self._link = None
+                lost, self._attachment, self._link = self._attachment, None, None
+            if lost is not None:
+                self._old_arenas.add(lost.life, lost.arena, time.monotonic())
+                del lost
             self._tier_known.clear()
             link.close()
         return is_welcome
@@ -378,6 +356,7 @@ class ChunkClient:
 
     def _enter(self, life: bytes, link: Link) -> None:
         self._last_refusal = ""
+        self._old_arenas.keep(life)
         with self._lock:
             if life != self._life:
                 self._filling.clear()

@@ -2,12 +2,19 @@
 
 AgentError
 ├─ TierUnavailable     a tier can't be had as asked (memory, chunk size); the agent lives on without it
+│  └─ MemoryShort      the machine has the memory, but others hold it now: worth asking again
 ├─ ChunkCorrupt        a chunk's bytes or header aren't what they should be: a miss, and the copy goes
 │  └─ ChunkForeign     written by another version, or encrypted with a key that isn't here
 ├─ DriveAway           a drive is in quarantine, or too much waits for it: a miss, and nothing is wrong with its chunks
 ├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
 ├─ BudgetSpent         a drive may not be written any more for now: its endurance budget is used up
 ├─ PinsFull            more keys would be pinned than can be
+├─ HintRefused         a body that is no hint; the message names the field
+├─ PeersUnavailable    the place at which other hosts' agents would ask can't be had, or its certificate can't
+├─ PeerError           another host's agent didn't bring a chunk: only the hint is lost
+│  ├─ PeerUnreachable     no connection, or it ended, or nothing came for too long
+│  ├─ PeerRefused         one side doesn't know the fleet's token, or speaks another version
+│  └─ PeerBadBytes        what came isn't a message, or isn't what was asked for; counted against that peer
 ├─ DoorUnavailable     the door's socket can't be opened: a live agent listens there, or the path isn't usable
 ├─ DoorProtocolError   what came through the door isn't a message; the connection is closed, the agent lives
 └─ HelloRefused        an engine's description that must not be registered; its connection is told why
@@ -20,6 +27,10 @@ class AgentError(Exception):
 
 class TierUnavailable(AgentError):
     """A tier can't be had as asked; the message says what was asked and what there is."""
+
+
+class MemoryShort(TierUnavailable):
+    """Memory that this machine has is held by others at the moment."""
 
 
 class ChunkCorrupt(AgentError):
@@ -44,6 +55,30 @@ class BudgetSpent(AgentError):
 
 class PinsFull(AgentError):
     """No more keys can be pinned; the message says how many can."""
+
+
+class HintRefused(AgentError):
+    """A body that isn't a hint to prefetch; the message names the field."""
+
+
+class PeersUnavailable(AgentError):
+    """This host's place for other hosts' agents can't be opened as it is configured; the message says why."""
+
+
+class PeerError(AgentError):
+    """A conversation with another host's agent that has ended before its time."""
+
+
+class PeerUnreachable(PeerError):
+    """The other agent can't be reached, or has said nothing for too long."""
+
+
+class PeerRefused(PeerError):
+    """The two agents have no token, or no version, in common."""
+
+
+class PeerBadBytes(PeerError):
+    """The other agent sent what no sound agent sends."""
 
 
 class DoorUnavailable(AgentError):

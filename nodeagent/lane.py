@@ -7,14 +7,14 @@ room can't be had from anywhere, and only a new life repairs that.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from directory.interface import BATCH_PLACEMENTS_MAX, LOST
 from directory.members import RENEW_INTERVAL_S
 from directory.placements import PARTITIONS
+from nodeagent.inventory import Walk
 
 RETRY_MIN_S = 0.05
 RETRY_MAX_S = 4.0
@@ -48,7 +48,7 @@ class Lane:
         self.partition = partition
         self.removals: dict[bytes, float] = {}
         self.placements: dict[bytes, float] = {}
-        self.walk: deque[bytes] = deque()
+        self.walk = Walk()
         """What is announced anew, most recently used first."""
         self.in_flight: dict[bytes, float] = {}
         self.is_walking = False
@@ -102,11 +102,11 @@ class Lane:
             self.removals.clear()
             self.has_forgotten = True
 
-    def announce(self, keys: Sequence[bytes]) -> None:
-        """Say the whole partition: `keys`, most recently used first. Placements are among them."""
+    def announce(self, walk: Walk) -> None:
+        """Say the whole partition by a new walk. Placements are in it."""
         self.placements.clear()
         self.is_behind = False
-        self.walk = deque(keys)
+        self.walk = walk
         self.wake.set()
 
     def take_removals(self) -> dict[bytes, float]:
@@ -119,7 +119,7 @@ class Lane:
 
     def take_walk(self, now: float) -> dict[bytes, float]:
         """One batch of what is announced anew."""
-        return {self.walk.popleft(): now for _ in range(min(len(self.walk), BATCH_PLACEMENTS_MAX))}
+        return dict.fromkeys(self.walk.take(BATCH_PLACEMENTS_MAX), now)
 
     def ask_for_heartbeat(self, lives: Iterable[Life], now: float) -> bool:
         """Owe the partition a heartbeat of the life of which it hasn't heard for longest, if that is `QUIET_S` or more.

@@ -194,11 +194,15 @@ class Refused(Message, frozen=True):
 
 
 class ArenaOffer(Message, frozen=True):
-    """The arena's layout; the two descriptors come with this frame."""
+    """The arena's layout; the two descriptors come with this frame.
+
+    Without `verify_reads` a client needn't check a chunk's checksum after its copy; its generation it does.
+    """
 
     header_bytes: Positive
     slot_bytes: Positive
     slots: Positive
+    verify_reads: bool = True
 
 
 class ArenaRefused(Message, frozen=True):

@@ -4,10 +4,62 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 READ_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TIERS = ("dram", "nvme")
+SOURCES = ("local", "peer")
+EVICTION_REASONS = {
+    "dram": ("quota", "demand", "corrupt"),
+    "nvme": ("quota", "corrupt", "vanished", "unreadable", "foreign"),
+}
+"""Quota: ahead of need, or for a file's room. Demand: a put found no free slot. The rest: what became of the bytes."""
+PUT_REFUSALS = ("busy", "conflict", "full", "corrupt", "refused", "other_bits")
+PROMOTION_REFUSALS = (
+    "nvme_reads_full",
+    "promote_have",
+    "promote_busy",
+    "promote_conflict",
+    "promote_full",
+    "promote_refused",
+)
+WRITE_REFUSALS = (
+    "endurance",
+    "nvme_conflict",
+    "nvme_corrupt",
+    "nvme_error",
+    "nvme_evicted_first",
+    "nvme_paused",
+    "nvme_quarantined",
+    "nvme_queue_full",
+    "nvme_quota",
+    "nvme_strange",
+)
+
+PEER_HINT_REFUSALS = (
+    "absent",
+    "cancelled",
+    "held",
+    "late",
+    "left_alone",
+    "no_engine",
+    "no_room",
+    "off",
+    "put_busy",
+    "put_conflict",
+    "put_full",
+    "put_have",
+    "put_refused",
+    "queue_full",
+    "slower",
+    "too_many_peers",
+    "unmeasured",
+)
+PEER_FAILURES = ("bad_bytes", "bad_client", "fault", "refused", "server_full", "unreachable")
 
 
 class AgentMetrics:
-    """All series of one agent. `degraded` counts by reason whatever cost hit rate and nothing else."""
+    """All series of one agent. `degraded` counts by reason whatever cost hit rate and nothing else.
+
+    Those with labels that are known are there from the start, at 0: an event that never happened is no gap.
+    """
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -41,7 +93,10 @@ class AgentMetrics:
         )
         self.evictions = Counter("warmroute_evictions", "Chunks evicted", ["tier", "reason"], registry=registry)
         self.admission_refused = Counter(
-            "warmroute_admission_refused", "Puts that were refused, by reason", ["reason"], registry=registry
+            "warmroute_admission_refused",
+            "Chunks that a tier didn't take, by reason: from engines, into dram from nvme, or onto a drive",
+            ["reason"],
+            registry=registry,
         )
         self.prefetched = Counter(
             "warmroute_prefetched_chunks", "Chunks read into dram because a gateway said so", registry=registry
@@ -53,12 +108,27 @@ class AgentMetrics:
             "warmroute_nvme_drive_up", "1 while a drive is used, 0 in quarantine", ["drive"], registry=registry
         )
         self._add_endurance(registry)
+        self._add_peers(registry)
         self._add_announcing(registry)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        for tier in TIERS:
+            for by_tier in (self.bytes_used, self.bytes_limit, self.read_seconds, self.write_bytes):
+                by_tier.labels(tier)
+            for source in SOURCES:
+                self.hit_tokens.labels(tier, source)
+            for reason in EVICTION_REASONS[tier]:
+                self.evictions.labels(tier, reason)
+        for tier in ("gpu", *TIERS):
+            self.announced_chunks.labels(tier)
+        for reason in PUT_REFUSALS + PROMOTION_REFUSALS + WRITE_REFUSALS:
+            self.admission_refused.labels(reason)
 
     def _add_endurance(self, registry: CollectorRegistry) -> None:
         self.write_budget_bytes = Gauge(
             "warmroute_nvme_write_budget_bytes",
-            "Bytes that may be written to a drive now, by its endurance budget",
+            "Bytes that may be written to a drive now, by its endurance budget; +Inf for one without",
             ["drive"],
             registry=registry,
         )
@@ -74,6 +144,39 @@ class AgentMetrics:
             ["drive"],
             registry=registry,
         )
+
+    def _add_peers(self, registry: CollectorRegistry) -> None:
+        self.peer_bytes = Counter(
+            "warmroute_peer_bytes", "Bytes of chunks from and to other hosts' agents", ["direction"], registry=registry
+        )
+        self.peer_fetched = Counter(
+            "warmroute_peer_fetched_chunks", "Chunks brought into dram from other hosts' agents", registry=registry
+        )
+        self.peer_fetch_seconds = Histogram(
+            "warmroute_peer_fetch_seconds",
+            "Seconds to bring one chunk from another host's agent, from asking to indexing",
+            registry=registry,
+            buckets=READ_BUCKETS_S,
+        )
+        self.peer_refused = Counter(
+            "warmroute_peer_hints_refused",
+            "Chunks that hints named and that weren't fetched, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.peer_failures = Counter(
+            "warmroute_peer_failures",
+            "Conversations with other hosts' agents that went wrong, by reason",
+            ["reason"],
+            registry=registry,
+        )
+
+        for reason in PEER_HINT_REFUSALS:
+            self.peer_refused.labels(reason)
+        for reason in PEER_FAILURES:
+            self.peer_failures.labels(reason)
+        for direction in ("received", "sent"):
+            self.peer_bytes.labels(direction)
 
     def _add_announcing(self, registry: CollectorRegistry) -> None:
         self.announced_chunks = Gauge(

@@ -20,12 +20,15 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(eq=False, slots=True)
 class Process:
-    """A process that has connected; equal only to itself, so that a reused pid is another process."""
+    """A process that has connected; equal only to itself, so that a reused pid is another process.
+
+    `clients` are those that it has, or had, and the tokens of a chunk of each.
+    """
 
     pid: int
     pidfd: int
     is_gone: bool = False
-    clients: set[bytes] = field(default_factory=set)
+    clients: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,8 @@ class Publisher:
 
     def record_in(self, tier: int, key: bytes, mask: int) -> None:
         """Note whether `key` is in one tier (`mask` is the tier's bit, or 0); what is known of others stays."""
-        self.record(key, self.inventory.mask(key) & ~tier | mask)
+        if self.inventory.set(key, mask, among=tier):
+            self._make_pending(self._lanes[partition_of(key)], key, self._clock())
 
     def record_all(self, states: Mapping[bytes, int]) -> None:
         """Note the whole inventory, least recently used first: keys that aren't in `states` are gone."""
@@ -221,7 +222,7 @@ class Publisher:
             self._note_error(lane, error, is_removal)
             lane.in_flight = {}
             if lane.is_walking:
-                lane.walk.extendleft(reversed(keys))
+                lane.walk.give_back(list(keys))
             else:
                 for key, since in keys.items():
                     self._make_pending(lane, key, since)
@@ -327,7 +328,7 @@ class Publisher:
             lane.is_walking = False
 
     def _announce_in(self, lane: Lane) -> None:
-        lane.announce(self.inventory.newest_first(lane.partition))
+        lane.announce(self.inventory.begin_walk(lane.partition))
         self._walkable.set()
 
     def _unsaid_keys(self, lane: Lane) -> int:

@@ -8,19 +8,20 @@ its `gpu` placements end with it: what it stored belongs to the host.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import chain, islice, repeat
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from directory.costs import Rates
 from directory.errors import IdentityRefused
 from directory.interface import DirectoryWriter
 from directory.members import EngineRegistration, Load
 from directory.tiers import Tier
 from nodeagent.errors import HelloRefused
 from nodeagent.files import FileShelf
+from nodeagent.host_rates import EngineRates, HostRates
 from nodeagent.inventory import Inventory
 from nodeagent.messages import Hello, KvEventSource, LoadReport
 from nodeagent.metrics import AgentMetrics
@@ -31,10 +32,7 @@ from nodeagent.registration import Clock, Lives, Sleep
 GRACE_S = 5.0
 ENGINES_MAX = 64
 GPU_KEYS_MAX = 4_000_000
-DRAM_BYTES_PER_S = 3e9
-DRAM_FIXED_S = 0.0005
-NVME_FIXED_S = 0.001
-READ_RATE_WEIGHT = 0.2
+NOTE_STEP_KEYS = 1_024
 AGAIN_MIN_S, AGAIN_MAX_S = 1.0, 60.0
 """After a fault an engine's work is begun again so much later, and twice as much after each fault that follows."""
 
@@ -73,8 +71,7 @@ class AttachedEngine:
     events: KvEventSource | None = None
     running: int = 0
     waiting: int = 0
-    dram_bytes_per_s: float = DRAM_BYTES_PER_S
-    nvme_bytes_per_s: Callable[[], float] | None = None
+    rates: EngineRates = field(default_factory=lambda: HostRates().for_engine())
     client: bytes = b""
     connection: Connection | None = None
     publisher: Publisher = field(init=False)
@@ -83,24 +80,14 @@ class AttachedEngine:
     grace: asyncio.Task[None] | None = None
 
     def load(self) -> Load:
-        """What its renewals report: rates in FLOP/s and bytes/s, and its queue."""
-        bytes_per_s, fixed_s = {Tier.DRAM: self.dram_bytes_per_s}, {Tier.DRAM: DRAM_FIXED_S}
-        if self.nvme_bytes_per_s is not None:
-            # A chunk on disk is read into DRAM first, and from there by the engine.
-            bytes_per_s[Tier.NVME] = 1 / (1 / self.nvme_bytes_per_s() + 1 / self.dram_bytes_per_s)
-            fixed_s[Tier.NVME] = DRAM_FIXED_S + NVME_FIXED_S
-        rates = Rates(self.flops, bytes_per_s, fixed_s)
+        """What its renewals report: its rates, and its queue."""
         is_full = self.publisher.refusals.is_full
+        rates = self.rates.rates(self.flops)
         return Load(rates=rates, running=self.running, waiting=self.waiting, is_directory_full=is_full)
-
-    def note_read(self, read_bytes: int, read_s: float) -> None:
-        """Correct the rate of its host's DRAM by a read it has made."""
-        if read_bytes and 0 < read_s < math.inf and (seen := read_bytes / read_s) < math.inf:
-            self.dram_bytes_per_s += READ_RATE_WEIGHT * (seen - self.dram_bytes_per_s)
 
     def doubt(self) -> None:
         """What follows it has met a fault: nothing that it said is believed any more."""
-        self.replace_gpu([])
+        self.publisher.record_all({})
         self.running = self.waiting = 0
 
     def note_load(self, report: LoadReport) -> None:
@@ -109,16 +96,29 @@ class AttachedEngine:
         if 0 < report.flops < math.inf:
             self.flops = report.flops
 
-    def replace_gpu(self, keys: list[bytes]) -> None:
-        """The whole `gpu` inventory, as directory keys, most recently used last."""
-        self.publisher.record_all(dict.fromkeys(keys, int(Tier.GPU)))
+    def replacing_gpu(self, keys: list[bytes]) -> Iterator[None]:
+        """The whole `gpu` inventory, as directory keys, most recently used last: noted a step at a time.
+
+        Whoever takes the steps may let others have their turn in between, but not another word of this engine's.
+        """
+        held = dict.fromkeys(keys)
+        gone = [key for key in self.publisher.inventory if key not in held]
+        return self._noting(chain(zip(gone, repeat(0)), zip(held, repeat(int(Tier.GPU)))))
+
+    def changing_gpu(self, stored: list[bytes], evicted: list[bytes]) -> Iterator[None]:
+        """Newest states of the `gpu` tier, in the same way."""
+        return self._noting(chain(zip(stored, repeat(int(Tier.GPU))), zip(evicted, repeat(0))))
 
     def change_gpu(self, stored: list[bytes], evicted: list[bytes]) -> None:
-        """Newest states of the `gpu` tier."""
-        for key in stored:
-            self.publisher.record(key, int(Tier.GPU))
-        for key in evicted:
-            self.publisher.record(key, 0)
+        """The same at once, of few."""
+        for _ in self.changing_gpu(stored, evicted):
+            pass
+
+    def _noting(self, states: Iterator[tuple[bytes, int]]) -> Iterator[None]:
+        while step := list(islice(states, NOTE_STEP_KEYS)):
+            for key, mask in step:
+                self.publisher.record(key, mask)
+            yield
 
 
 class Roster:
@@ -126,8 +126,7 @@ class Roster:
 
     `group` holds the engines' tasks, but for those that end a life: they outlast a group that is ending, and `close`
     waits for them. A fault in an engine's work is logged and costs that engine alone. `host` is written into every
-    registration. `nvme_bytes_per_s` is the rate at which the host's disk is read, where it has that tier. `follow`
-    runs beside each foreign engine.
+    registration. `rates` are what loading costs on this host. `follow` runs beside each foreign engine.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Roster:
         sleep: Sleep,
         metrics: AgentMetrics,
         walk_interval_s: float,
-        nvme_bytes_per_s: Callable[[], float] | None = None,
+        rates: HostRates,
         follow: Follow | None = None,
     ) -> None:
         self._host = host
@@ -152,7 +151,7 @@ class Roster:
         self._sleep = sleep
         self._metrics = metrics
         self._walk_interval_s = walk_interval_s
-        self._nvme_bytes_per_s = nvme_bytes_per_s
+        self._rates = rates
         self._follow = follow
         self._engines: dict[str, AttachedEngine] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -258,7 +257,7 @@ class Roster:
             hello.flops,
             _identity_digest(hello),
             hello.events,
-            nvme_bytes_per_s=self._nvme_bytes_per_s,
+            rates=self._rates.for_engine(),
         )
         lives = Lives(self._directory, registration, engine.load, self._sleep, self._metrics)
         engine.publisher = Publisher(

@@ -13,11 +13,12 @@ import contextlib
 import logging
 import math
 import socket
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from directory.tiers import Tier
-from nodeagent.errors import DoorProtocolError, HelloRefused, TierUnavailable
+from nodeagent.errors import DoorProtocolError, HelloRefused, MemoryShort, TierUnavailable
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import (
     DOOR_VERSION,
@@ -55,11 +56,15 @@ from nodeagent.processes import Holder, ProcessWatch
 from nodeagent.roster import AttachedEngine, Roster
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.hierarchy import Source
 from nodeagent.tiers.promotion import LowerTier
 
 HELLO_S = 10.0
 SEND_S = 5.0
+RECEIVE_BYTES = 1 << 14
 COMMITS_MAX = 64
+ARENA_AGAIN_S = 10.0
+"""How long an engine that was refused the arena, for memory that others hold, goes without another attempt."""
 READING_OPENS_MAX = 16
 """Opens of one connection that read from disk at a time; one more takes what is in DRAM."""
 DRAM = Tier.DRAM.label
@@ -88,6 +93,8 @@ class Session:
         self._lower = lower
         self._metrics = metrics
         self._sending = asyncio.Lock()
+        self._received = bytearray(RECEIVE_BYTES)
+        self._received_start = self._received_end = 0
         self._commits = asyncio.Semaphore(COMMITS_MAX)
         self._reading_opens = 0
         self._is_superseded = False
@@ -108,7 +115,7 @@ class Session:
                 process = self._processes.peer_of(self._connection)
                 hello = await self._read_hello()
                 engine = self._roster.attach(hello, process, self)
-            process.clients.add(hello.client)
+            process.clients[hello.client] = hello.chunk_tokens
             holder = Holder(process, hello.client)
             await self._send(Welcome(self._life))
             await self._serve(hello, engine, holder)
@@ -162,16 +169,27 @@ class Session:
             raise first from None
 
     async def _offer(self, hello: Hello) -> None:
-        """Lend the arena, which the first engine's hello makes; an engine that can't have it works without."""
-        try:
-            hierarchy = await self._tier.ensure(hello.chunk_bytes)
-        except TierUnavailable as error:
-            logger.error("engine %s works without the dram tier: %s", hello.engine, error)
-            self._metrics.degraded.labels("dram_unavailable").inc()
-            await self._send(ArenaRefused(str(error)))
-            return
+        """Lend the arena, which the first engine's hello makes; an engine that can't have it works without.
+
+        Where others hold the memory, it is told so and offered the arena later, once that can be made.
+        """
+        is_told = False
+        while True:
+            try:
+                hierarchy = await self._tier.ensure(hello.chunk_bytes)
+                break
+            except TierUnavailable as error:
+                if not is_told:
+                    logger.error("engine %s works without the dram tier: %s", hello.engine, error)
+                    self._metrics.degraded.labels("dram_unavailable").inc()
+                    await self._send(ArenaRefused(str(error)))
+                    is_told = True
+                if not isinstance(error, MemoryShort):
+                    return
+            await asyncio.sleep(ARENA_AGAIN_S)
         arena = hierarchy.arena
-        await self._send(ArenaOffer(arena.header_bytes, arena.slot_bytes, arena.slots), arena)
+        offer = ArenaOffer(arena.header_bytes, arena.slot_bytes, arena.slots, self._tier.verify_reads)
+        await self._send(offer, arena)
 
     async def _handle(
         self, message: ClientMessage, engine: AttachedEngine, holder: Holder, group: asyncio.TaskGroup
@@ -183,7 +201,11 @@ class Session:
                     self._reading_opens += 1
                     group.create_task(self._open_reading(message, engine, holder))
                 else:
-                    await self._send(self._open(message, engine, holder))
+                    began = time.perf_counter()
+                    answer = self._open(message, engine, holder)
+                    await self._send(answer)
+                    if answer.chunks:
+                        engine.rates.note_open(time.perf_counter() - began)
             case Close():
                 self._close(message, engine, holder)
             case Holding():
@@ -199,12 +221,19 @@ class Session:
                     self._tier.account()
             case GpuSnapshot():
                 if engine.events is None:
-                    engine.replace_gpu(message.keys)
+                    await self._note_gpu(engine.replacing_gpu(message.keys))
             case GpuChanges():
                 if engine.events is None:
-                    engine.change_gpu(message.stored, message.evicted)
+                    await self._note_gpu(engine.changing_gpu(message.stored, message.evicted))
             case LoadReport():
                 engine.note_load(message)
+
+    async def _note_gpu(self, steps: Iterator[None]) -> None:
+        """Tens of thousands of keys at once would keep everybody waiting; what a newer connection says counts."""
+        for _ in steps:
+            await asyncio.sleep(0)
+            if self._is_superseded:
+                return
 
     async def _open_reading(self, message: Open, engine: AttachedEngine, holder: Holder) -> None:
         """Answer an open whose run goes on on disk: what is read in time is held, then handed out as one run.
@@ -244,12 +273,14 @@ class Session:
         unread = hierarchy.close(holder, message.unread)
         closed = hierarchy.close(holder, message.references)
         tokens = engine.registration.chunk_tokens
-        for tier, chunks in Counter(held.tier for held in closed).items():
-            self._metrics.hit_tokens.labels(tier.label, "local").inc(chunks * tokens)
+        for (tier, source), chunks in Counter((held.tier, held.entry.source) for held in closed).items():
+            self._metrics.hit_tokens.labels(tier.label, source.value).inc(chunks * tokens)
+        for held in closed:
+            held.entry.source = Source.LOCAL
         self._metrics.tokens_missed.inc((len(failed) + len(unread)) * tokens)
         if message.read_bytes and math.isfinite(message.read_s):
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)
-            engine.note_read(message.read_bytes, message.read_s)
+            engine.rates.note_read(message.read_bytes, message.read_s)
         for held in failed:
             self._metrics.degraded.labels("read_failed").inc()
             self._tier.recheck(held.entry)
@@ -314,26 +345,44 @@ class Session:
         return await self._read(body_length(await self._read(LENGTH_BYTES)))
 
     async def _read(self, length: int) -> bytearray:
+        """The next bytes. What comes with them is kept: a message, and often the next, is received in one go."""
         data = bytearray(length)
-        loop, filled = asyncio.get_running_loop(), 0
+        filled = min(length, self._received_end - self._received_start)
+        data[:filled] = self._received[self._received_start : self._received_start + filled]
+        self._received_start += filled
+        loop = asyncio.get_running_loop()
         with memoryview(data) as view:
-            while filled < length:
-                received = await loop.sock_recv_into(self._connection, view[filled:])
-                if not received:
-                    raise asyncio.IncompleteReadError(bytes(data[:filled][:64]), length)
-                filled += received
+            while (missing := length - filled) >= RECEIVE_BYTES:
+                filled += self._arrived(await loop.sock_recv_into(self._connection, view[filled:]), data, filled)
+            while missing:
+                end = self._arrived(await loop.sock_recv_into(self._connection, self._received), data, filled)
+                taken = min(missing, end)
+                view[filled : filled + taken] = self._received[:taken]
+                self._received_start, self._received_end = taken, end
+                filled, missing = filled + taken, missing - taken
         return data
+
+    @staticmethod
+    def _arrived(received: int, data: bytearray, filled: int) -> int:
+        if not received:
+            raise asyncio.IncompleteReadError(bytes(data[:filled][:64]), len(data))
+        return received
 
     async def _send(self, message: Message, arena: Arena | None = None) -> None:
         """Send a frame, with the arena's two descriptors where it is given. One at a time, within `SEND_S`."""
         data = memoryview(frame(message))
-        loop = asyncio.get_running_loop()
-        async with self._sending, asyncio.timeout(SEND_S):
-            if arena is not None:
-                await self._writable()
-                fds = [arena.read_only_fd, arena.writable_fd]
-                data = data[socket.send_fds(self._connection, [data], fds) :]
-            await loop.sock_sendall(self._connection, data)
+        async with self._sending:
+            if arena is None:
+                with contextlib.suppress(BlockingIOError):
+                    data = data[self._connection.send(data) :]
+                if not data:
+                    return  # as nearly always: what fits the socket needs neither timer nor loop
+            async with asyncio.timeout(SEND_S):
+                if arena is not None:
+                    await self._writable()
+                    fds = [arena.read_only_fd, arena.writable_fd]
+                    data = data[socket.send_fds(self._connection, [data], fds) :]
+                await asyncio.get_running_loop().sock_sendall(self._connection, data)
 
     async def _writable(self) -> None:
         loop = asyncio.get_running_loop()

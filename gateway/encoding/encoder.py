@@ -3,22 +3,23 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from directory.members import EngineRegistration
+from gateway.encoding.encode_pool import EncodePool, PoolBusy
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
+from gateway.encoding.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from gateway.encoding.render import ReferenceRenderer, Uncertain, VllmRenderer
-from gateway.encoding.tokenizer import Backend, load_tokenizer, longest_token_chars
+from gateway.encoding.self_check import SelfCheck
 from gateway.openai_schema import CHAT, InferenceRequest
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS_MAX = 16_000
-"""Longer texts are encoded in a thread, so that the event loop isn't held."""
+CACHE_BYTES_MAX = 64 * 2**20
+"""What the ids of known text take, for each tokenizer, where it isn't configured."""
 RETRY_S = 2.0
 RENDERERS: dict[str, type[ReferenceRenderer]] = {"reference": ReferenceRenderer, "vllm": VllmRenderer}
 
@@ -45,11 +46,13 @@ class Encoding:
 class Encoder:
     """Renders and tokenizes for engines that share tokenizer files and a renderer."""
 
-    def __init__(
-        self, backend: Backend, renderer: ReferenceRenderer, pool: ThreadPoolExecutor, token_chars_max: int
-    ) -> None:
-        self._backend, self._renderer, self._pool = backend, renderer, pool
-        self._token_chars_max = token_chars_max
+    def __init__(self, tokenizer: PromptTokenizer, renderer: ReferenceRenderer, token_chars_max: int) -> None:
+        self._tokenizer, self._renderer, self._token_chars_max = tokenizer, renderer, token_chars_max
+
+    @property
+    def state(self) -> str:
+        """How texts are encoded, in plain words."""
+        return self._tokenizer.state
 
     async def encode(self, request: InferenceRequest, context_tokens: int) -> Encoding:
         """Exact token ids, or why there are none. Of several prompts in one request the first decides.
@@ -69,11 +72,10 @@ class Encoder:
             return Encoding(prompt, len(prompt) // 4, reads_cache=reads_cache)
         if len(prompt) > context_tokens * self._token_chars_max:
             return unencoded(request, "too_long")
-        if len(prompt) <= INLINE_CHARS_MAX:
-            tokens = self._backend.encode(prompt, adds_special)
-        else:
-            loop = asyncio.get_running_loop()
-            tokens = await loop.run_in_executor(self._pool, self._backend.encode, prompt, adds_special)
+        try:
+            tokens = await self._tokenizer.encode(prompt, adds_special)
+        except PoolBusy:
+            return unencoded(request, "encoder_busy")
         return Encoding(tokens, len(tokens) // 4, reads_cache=reads_cache)
 
 
@@ -88,9 +90,16 @@ FilesKey = tuple[str, tuple[tuple[str, str], ...]]
 class Encoders:
     """The encoders of the fleet, loaded in the background as engines appear; requests never wait for one."""
 
-    def __init__(self, files: TokenizerFiles, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        self._files, self._sleep = files, sleep
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+    def __init__(
+        self,
+        files: TokenizerFiles,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        cache_bytes_max: int = CACHE_BYTES_MAX,
+        on_mismatch: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._files, self._sleep, self._cache_bytes_max = files, sleep, cache_bytes_max
+        self._pool = EncodePool()
+        self._check = SelfCheck(self._pool, on_mismatch)
         self._encoders: dict[FilesKey, Encoder] = {}
         self._failures: dict[FilesKey, str] = {}
         self._wanted: dict[FilesKey, tuple[str, ...]] = {}
@@ -120,8 +129,18 @@ class Encoders:
         key = files_key(registration)
         return "exact" if key in self._encoders else self._failures.get(key, "loading")
 
+    def tokenizer_state(self, registration: EngineRegistration) -> str | None:
+        """How its texts are encoded, in plain words, for `/fleet`; `None` while they aren't."""
+        encoder = self._encoders.get(files_key(registration))
+        return encoder.state if encoder else None
+
     async def run(self) -> None:
-        """Load what is wanted and not there, until cancelled."""
+        """Load what is wanted and not there, and check samples of what is encoded, until cancelled."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._load_wanted())
+            loops.create_task(self._check.run())
+
+    async def _load_wanted(self) -> None:
         while True:
             self._changed.clear()
             missing = [key for key in self._wanted if key not in self._encoders]
@@ -134,15 +153,18 @@ class Encoders:
 
     def close(self) -> None:
         """Let the threads go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     async def _load(self, key: FilesKey, agent_urls: tuple[str, ...]) -> None:
         renderer, names = key[0], dict(key[1])
         try:
             contents = {name: await self._files.get(digest, agent_urls) for name, digest in names.items()}
-            self._encoders[key] = await asyncio.get_running_loop().run_in_executor(
-                self._pool, build_encoder, renderer, contents, self._pool
+            render = build_renderer(renderer, contents)
+            tokenizer, token_chars_max = await load_tokenizer(
+                contents["tokenizer.json"], self._pool, self._check, self._cache_bytes_max
             )
+            self._encoders[key] = Encoder(tokenizer, render, token_chars_max)
+            logger.info("a tokenizer is loaded: %s", tokenizer.state)
             self._failures.pop(key, None)
         except (FileUnavailable, ValueError, KeyError) as error:
             self._failures[key] = str(error)
@@ -157,12 +179,9 @@ def files_key(registration: EngineRegistration) -> FilesKey:
     return registration.renderer, tuple(sorted(registration.tokenizer_files.items()))
 
 
-def build_encoder(renderer: str, contents: Mapping[str, bytes], pool: ThreadPoolExecutor) -> Encoder:
-    """An encoder from the files' contents. Raises `ValueError` or `KeyError` for files it can't be built from."""
-    if renderer not in RENDERERS:
-        raise ValueError(f"no renderer of the kind {renderer!r}; known are {', '.join(RENDERERS)}")
+def build_renderer(kind: str, contents: Mapping[str, bytes]) -> ReferenceRenderer:
+    """A renderer from the files' contents. Raises `ValueError` or `KeyError` for files it can't be built from."""
+    if kind not in RENDERERS:
+        raise ValueError(f"no renderer of the kind {kind!r}; known are {', '.join(RENDERERS)}")
     config: dict[str, Any] = orjson.loads(contents["tokenizer_config.json"])
-    template = contents["chat_template.jinja"].decode()
-    tokenizer = load_tokenizer(contents["tokenizer.json"])
-    longest = longest_token_chars(contents["tokenizer.json"])
-    return Encoder(tokenizer, RENDERERS[renderer](template, config), pool, longest)
+    return RENDERERS[kind](contents["chat_template.jinja"].decode(), config)

@@ -5,14 +5,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import xxhash
 
-from nodeagent.errors import TierUnavailable
+from nodeagent.errors import MemoryShort, TierUnavailable
 from nodeagent.label_book import LabelBook
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
-from nodeagent.tiers.arena import Arena, slot_bytes_for
+from nodeagent.tiers.arena import Arena
+from nodeagent.tiers.arena_memory import ArenaWish, slot_bytes_for
 from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
 
@@ -20,6 +22,9 @@ FREE_SLOTS_FRACTION = 50
 """One slot in so many is kept free in advance; an arena with fewer slots evicts on demand only."""
 VICTIMS_PER_STEP_MAX = 64
 CHECK_THREADS = 2
+MEMORY_WAIT_S = 10.0
+"""How long memory is waited for that others hold: engines let go of an earlier agent's arena within less."""
+MEMORY_ASK_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,7 @@ class DramTier:
     gone, within a bound of its own; only the work-ahead eviction calls it. `group` holds the checks under way: one
     that has begun ends properly, whatever becomes of the connection that asked for it. `on_stored`, which may be set,
     hears the storage key of each chunk that a put has stored. `labels` are those that arrived apart from their chunks.
+    `wish` is the kind of memory wanted; `verify_reads` is what clients are told (see `ArenaOffer`).
     """
 
     def __init__(
@@ -43,17 +49,23 @@ class DramTier:
         group: asyncio.TaskGroup,
         metrics: AgentMetrics,
         policy: str = "lru",
+        *,
+        wish: ArenaWish | None = None,
+        verify_reads: bool = True,
     ) -> None:
         self.quota_bytes = quota_bytes
         self.hierarchy: Hierarchy | None = None
         self.labels = LabelBook()
+        self.verify_reads = verify_reads
+        self._wish = wish or ArenaWish()
         self._on_change = on_change
         self._withdrawn = withdrawn
         self._group = group
         self._metrics = metrics
         self._policy = policy
         self.on_stored: Callable[[bytes], None] = lambda _: None
-        self._making = asyncio.Lock()
+        self._making: asyncio.Task[TierUnavailable | None] | None = None
+        self._unclaimed: Arena | None = None
         self._free_low = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
         metrics.bytes_limit.labels("dram").set(quota_bytes)
@@ -64,17 +76,26 @@ class DramTier:
         """Bytes in slots that are taken."""
         return 0 if self.hierarchy is None else self.hierarchy.arena.used_bytes
 
+    def memory_status(self) -> dict[str, Any]:
+        """What `/status` says of the memory: wished and had."""
+        wished = {"numa_node": self._wish.numa_node, "verify_reads": self.verify_reads}
+        return wished | ({} if self.hierarchy is None else self.hierarchy.arena.pages)
+
     async def ensure(self, chunk_bytes: int) -> Hierarchy:
         """The tier for chunks of `chunk_bytes`, made now if there is none.
 
         Raises `TierUnavailable` where the memory can't be had, or where the slots are smaller than the chunks: an
-        earlier engine of this host has smaller ones.
+        earlier engine of this host has smaller ones. Memory that others hold is waited for, up to `MEMORY_WAIT_S`;
+        then it is `MemoryShort`.
         """
-        async with self._making:
-            if self.hierarchy is None:
-                loop = asyncio.get_running_loop()
-                arena = await loop.run_in_executor(self._threads, Arena, self.quota_bytes, slot_bytes_for(chunk_bytes))
-                self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic)
+        while self.hierarchy is None:
+            is_ours = self._making is None
+            if self._making is None:
+                self._making = self._group.create_task(self._make(slot_bytes_for(chunk_bytes)))
+            # Whoever asked first may leave meanwhile: the memory is made once, for all.
+            refusal = await asyncio.shield(self._making)
+            if refusal is not None and (is_ours or isinstance(refusal, MemoryShort)):
+                raise refusal
         if chunk_bytes > self.hierarchy.arena.slot_bytes:
             raise TierUnavailable(
                 f"chunks of {chunk_bytes:,} bytes don't fit this host's slots of {self.hierarchy.arena.slot_bytes:,} "
@@ -129,10 +150,51 @@ class DramTier:
 
     async def close(self) -> None:
         """Wait for checks under way, then give the memory back."""
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.wait([self._making])
         await asyncio.to_thread(self._threads.shutdown)
+        if self._unclaimed is not None:
+            self._unclaimed.close()
+            self._unclaimed = None
         if self.hierarchy is not None:
             self.hierarchy.arena.close()
             self.hierarchy = None
+
+    async def _make(self, slot_bytes: int) -> TierUnavailable | None:
+        """Make the tier, or say why not: a task of the group mustn't raise what isn't a fault."""
+        try:
+            await self._make_arena(slot_bytes)
+        except TierUnavailable as refusal:
+            return refusal
+        finally:
+            self._making = None
+        arena, self._unclaimed = self._unclaimed, None
+        assert arena is not None, "it was made, or refused"
+        logger.info("the dram tier has %d slots of %d bytes: %s", arena.slots, slot_bytes, arena.pages)
+        self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic)
+        return None
+
+    async def _make_arena(self, slot_bytes: int) -> None:
+        """An agent that follows another finds its memory with the engines still, and asks again for a while."""
+        loop, deadline, is_waiting = asyncio.get_running_loop(), time.monotonic() + MEMORY_WAIT_S, False
+        while True:
+            may_wait = time.monotonic() < deadline
+            try:
+                return await loop.run_in_executor(self._threads, self._try_arena, slot_bytes, may_wait)
+            except MemoryShort as error:
+                if not may_wait:
+                    raise
+                if not is_waiting:
+                    logger.warning(
+                        "waiting up to %s s for memory, and serving without meanwhile: %s", MEMORY_WAIT_S, error
+                    )
+                is_waiting = True
+                await asyncio.sleep(MEMORY_ASK_S)
+
+    def _try_arena(self, slot_bytes: int, may_wait: bool) -> None:
+        # Kept here, so that it isn't lost where nobody waits for the thread any more.
+        self._unclaimed = Arena(self.quota_bytes, slot_bytes, self._wish, may_wait=may_wait)
 
     async def _finish(self, hierarchy: Hierarchy, reservation: Reservation) -> PutOutcome:
         checksum = await self._digest(hierarchy.arena, reservation.slot, reservation.length)

@@ -22,8 +22,9 @@ from nodeagent.tiers.dram import Withdrawn
 from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.drive_threads import DriveThreads, hanging_after
 from nodeagent.tiers.file_store import Store
+from nodeagent.tiers.load_cost import LoadCost
 from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
-from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, ReadRate
+from nodeagent.tiers.read_rate import BELIEVED, ReadRate
 from nodeagent.tiers.room import NVME, Room
 from nodeagent.tiers.self_test import SelfTest
 from nodeagent.tiers.write_pause import WRITE_PAUSE_S, WritePause
@@ -110,7 +111,10 @@ class Drive:
         return max(threads.oldest_s() for threads in self._threads)
 
     async def read(self, entry: NvmeEntry, arena: Arena, slot: int) -> bool:
-        """Fill a slot with a chunk's verified bytes. `False` is a miss; a bad file goes, and its placement first."""
+        """Fill a slot with a chunk's verified bytes. `False` is a miss; a bad file goes, and its placement first.
+
+        That is no use yet: who opens a run touches all of it once, where each read would walk up to its root.
+        """
         started, read_bytes = time.monotonic(), 0
         self.rate.begin(started)
         try:
@@ -137,7 +141,6 @@ class Drive:
             self.rate.end(time.monotonic(), read_bytes)
         self._read_errors = 0
         self._metrics.read_seconds.labels(NVME).observe(time.monotonic() - started)
-        self.index.touch(entry.label.storage_key)
         return True
 
     def doom(self, entry: NvmeEntry, reason: str) -> None:
@@ -174,7 +177,8 @@ class Drive:
             "is_restoring": self.is_restoring,
             "is_write_paused": self.is_paused,
             "is_direct": self.tested is not None and self.tested.is_direct,
-            "read_bytes_per_s": round(self.rate.bytes_per_s),
+            "read_bytes_per_s": round(self.rate.cost.bytes_per_s),
+            "read_fixed_s": round(self.rate.cost.fixed_s, 6),
         }
 
     def fail(self, reason: str) -> None:
@@ -215,7 +219,7 @@ class Drive:
         except OSError as error:
             self.fail(f"it can't be opened: {error}")
         else:
-            self.rate = ReadRate(self.tested.read_bytes_per_s or BELIEVED_BYTES_PER_S)
+            self.rate = ReadRate(_believed_of(self.tested))
             self.room.check_fits(self.name, space)
 
     async def reopen(self) -> None:
@@ -277,6 +281,12 @@ class Drive:
 
     def _empty_index(self) -> NvmeIndex:
         return NvmeIndex(self._on_change)
+
+
+def _believed_of(tested: SelfTest) -> LoadCost:
+    """What reads from a drive cost, by its self-test, until there were any."""
+    fixed_s = BELIEVED.fixed_s if tested.read_fixed_s is None else tested.read_fixed_s
+    return LoadCost(fixed_s, tested.read_bytes_per_s or BELIEVED.bytes_per_s)
 
 
 def _reopen(store: Store) -> SelfTest:

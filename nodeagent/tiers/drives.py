@@ -21,8 +21,9 @@ from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.hierarchy import Hierarchy
+from nodeagent.tiers.load_cost import LoadCost
 from nodeagent.tiers.nvme_index import NvmeEntry
-from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, ReadRate
+from nodeagent.tiers.read_rate import ReadRate
 
 DRIVES_MAX = 64
 
@@ -64,9 +65,9 @@ class NvmeTier:
         return sum(writer.queued_writes for writer in self.writers)
 
     @property
-    def read_bytes_per_s(self) -> float:
-        """How fast chunks come from the drives together, verified, while any of them is busy (see `ReadRate`)."""
-        return self._measured().bytes_per_s
+    def read_cost(self) -> LoadCost:
+        """What a run of chunks from the drives together costs, verified (see `ReadRate`)."""
+        return self._measured().cost
 
     def add(self, drive: Drive, writer: FileWriter) -> None:
         """One drive more, made with `note_change` as its `on_change`, and its writer."""
@@ -169,8 +170,9 @@ class NvmeTier:
     def _measured(self) -> ReadRate:
         """Begins with what the drives' self-tests showed."""
         if self._rate is None:
-            believed = sum(drive.rate.bytes_per_s for drive in self.drives)
-            self._rate = ReadRate(believed or BELIEVED_BYTES_PER_S)
+            costs = [drive.rate.cost for drive in self.drives]
+            believed = LoadCost(max(each.fixed_s for each in costs), sum(each.bytes_per_s for each in costs))
+            self._rate = ReadRate(believed)
         return self._rate
 
     def _holder(self, key: bytes) -> Drive | None:

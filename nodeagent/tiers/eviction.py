@@ -10,7 +10,7 @@ ancestors shouldn't go before it. They do where nothing else is left, or one hel
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
@@ -45,9 +45,8 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class _Link(NamedTuple):
-    parent: bytes | None
-    position: int
+_Link = tuple[bytes | None, int]
+"""Parent and position. The garbage collector stops looking at plain tuples of such, and at no others."""
 
 
 class Lru:
@@ -58,12 +57,12 @@ class Lru:
 
     def add(self, key: bytes, parent: bytes | None, position: int) -> None:
         """See `EvictionPolicy`."""
-        self._links[key] = _Link(parent, position)
+        self._links[key] = (parent, position)
         self.touch(key)
 
     def add_oldest(self, key: bytes, parent: bytes | None, position: int) -> None:
         """See `EvictionPolicy`."""
-        self._links[key] = _Link(parent, position)
+        self._links[key] = (parent, position)
         self._links.move_to_end(key, last=False)
 
     def touch(self, key: bytes) -> None:
@@ -71,10 +70,11 @@ class Lru:
         link = self._links.get(key)
         while link is not None:
             self._links.move_to_end(key)
-            if link.parent is None:
+            parent, position = link
+            if parent is None:
                 return
-            key, above = link.parent, self._links.get(link.parent)
-            link = above if above is not None and above.position == link.position - 1 else None
+            key, above = parent, self._links.get(parent)
+            link = above if above is not None and above[1] == position - 1 else None
 
     def remove(self, key: bytes) -> None:
         """See `EvictionPolicy`."""

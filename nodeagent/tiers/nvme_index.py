@@ -14,7 +14,8 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
+from typing import TypeVar
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.tiers import Tier
@@ -26,7 +27,9 @@ from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
 
-REORDER_STEP_KEYS = 4_096
+REORDER_STEP_KEYS = 1_024
+COPY_STEP_ITEMS = 1 << 18
+Column = TypeVar("Column", bytearray, "array[int]", "array[float]")
 _HAS_DIRECTORY_KEY = 1
 _HAS_PARENT = 2
 _SERIAL_MASK = 0xFFFF_FFFF
@@ -224,16 +227,25 @@ class NvmeIndex:
             self._delete(row)
         return victims
 
-    def account_of_use(self) -> UseAccount:
-        """What `order_of_use` needs."""
-        return UseAccount(
-            self._table.copy(self._keys[:]),
-            self._parents[:],
-            self._flags[:],
-            self._positions[:],
-            self._used_at_s[:],
-            self._serials[:],
+    def account_of_use(self) -> Iterator[UseAccount]:
+        """Makes what `order_of_use` needs, a step at a time: the same object each time, whole after the last.
+
+        Things may change between steps. Serials are copied first of the columns: a row that changed meanwhile has
+        another one, and `put_in_order` leaves it where it is. Rows that only the table has are never found.
+        """
+        rows, keys = self.rows, bytearray()
+        account = UseAccount(self._table.copy(keys), bytearray(), bytearray(), array("Q"), array("d"), array("I"))
+        steps = chain(
+            _copy(self._serials, account.serials, rows),
+            _copy(self._keys, keys, rows * STORAGE_KEY_BYTES),
+            _copy(self._parents, account.parents, rows * STORAGE_KEY_BYTES),
+            _copy(self._flags, account.flags, rows),
+            _copy(self._positions, account.positions, rows),
+            _copy(self._used_at_s, account.used_at_s, rows),
         )
+        yield account
+        for _ in steps:
+            yield account
 
     def put_in_order(self, ordered: OrderOfUse, start: int, count_max: int) -> None:
         """Put restored chunks in their places: a stretch of them, from the newest on."""
@@ -253,8 +265,7 @@ class NvmeIndex:
     def _touch(self, row: int) -> None:
         """The walk ends where positions don't fall by one: so it ends, whatever was claimed."""
         while True:
-            self._order.remove(row)
-            self._order.add_newest(row)
+            self._order.make_newest(row)
             self._used_at_s[row] = _USED_NOW
             if not self._flags[row] & _HAS_PARENT:
                 return
@@ -378,6 +389,13 @@ class NvmeIndex:
         checksum = bytes(self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES])
         identity = self._known_identities[self._identities[row]]
         return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row])
+
+
+def _copy(column: Column, copied: Column, items: int) -> Iterator[None]:
+    """Fill a copy with the first `items` of a column, a stretch at a time."""
+    for start in range(0, items, COPY_STEP_ITEMS):
+        copied += column[start : min(start + COPY_STEP_ITEMS, items)]
+        yield
 
 
 def order_of_use(account: UseAccount) -> OrderOfUse:

@@ -23,7 +23,7 @@ from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, NvmeIndex, order_of_us
 from nodeagent.tiers.room import NVME
 
 FILES_PER_S = 2_000.0
-FILES_PER_BATCH = 200
+FILES_PER_BATCH = 64
 LIST_RETRY_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,12 @@ async def restore(
             _take(drive, index, metrics, found, verdict)
         drive.account()
         await sleep(len(batch) / files_per_s)
-    ordered = await drive.listing.do(order_of_use, index.account_of_use())
+    copying = index.account_of_use()
+    account = next(copying)
+    for _ in copying:
+        # A million chunks copied at once would keep the event loop for too long.
+        await asyncio.sleep(0)
+    ordered = await drive.listing.do(order_of_use, account)
     for start in range(0, len(ordered.rows), REORDER_STEP_KEYS):
         index.put_in_order(ordered, start, REORDER_STEP_KEYS)
         await asyncio.sleep(0)

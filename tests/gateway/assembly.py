@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 import uvicorn
@@ -22,6 +23,7 @@ from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
 from gateway.encoding.encoder import RENDERERS, Encoder, Encoders
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.prompt_tokenizer import WholeTexts
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
 from gateway.ledger import Ledger
@@ -40,15 +42,23 @@ TERM_S = 60.0
 class ByteBackend:
     """One token a byte: enough of a tokenizer to route by."""
 
+    name: ClassVar[str] = "bytes"
+    inline_chars_max: ClassVar[int] = 16_000
+    piece_chars: ClassVar[int] = 1024
+
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         return pack_tokens(list(text.encode()))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
+        return [self.encode(text) for text in texts]
 
 
 class FixedEncoders(Encoders):
     """Encoders that are there at once."""
 
     def find(self, registration: EngineRegistration) -> Encoder:
-        return Encoder(ByteBackend(), RENDERERS[registration.renderer](TEMPLATE, {}), self._pool, 10**6)
+        tokenizer = WholeTexts(ByteBackend(), self._pool, "for tests")
+        return Encoder(tokenizer, RENDERERS[registration.renderer](TEMPLATE, {}), 10**6)
 
 
 @dataclass

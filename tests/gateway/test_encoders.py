@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from directory.members import EngineRegistration
-from gateway.encoding.encoder import INLINE_CHARS_MAX, Encoders
+from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import FILE_BYTES_MAX, FileUnavailable, TokenizerFiles
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
 from tests.gateway.samples import engine_registration
@@ -97,7 +97,7 @@ async def encoders(tmp_path: Path) -> AsyncIterator[Encoders]:
 
 
 async def until_found(encoders: Encoders, registration: EngineRegistration) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while encoders.find(registration) is None:
             await asyncio.sleep(0.01)
 
@@ -109,9 +109,10 @@ async def test_an_encoder_is_loaded_in_the_background_and_gives_the_engines_ids(
     assert encoders.state(registration) == "loading"
     await until_found(encoders, registration)
     assert encoders.state(registration) == "exact"
+    assert encoders.tokenizer_state(registration) == "fastokens, cached pieces"
     encoder = encoders.find(registration)
     assert encoder is not None
-    for text in ("short", "long text " * (INLINE_CHARS_MAX // 5)):
+    for text in ("short", "long text " * 4_000):
         encoding = await encoder.encode(parse_request(COMPLETIONS, orjson.dumps({"model": "m", "prompt": text})), 10**6)
         ids = ENGINES_TOKENIZER.encode(text)
         assert encoding.tokens is not None

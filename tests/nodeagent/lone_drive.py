@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 import xxhash
 
 from nodeagent.metrics import AgentMetrics
-from nodeagent.tiers.arena import PAGE_BYTES, Arena
+from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import file_bytes
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.hierarchy import Hierarchy
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from nodeagent.tiers.restore import restore
 from tests.nodeagent.running import label, payload, storage_key
 

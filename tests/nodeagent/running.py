@@ -121,6 +121,7 @@ def running_agent(
     folder: Path,
     *,
     dram_bytes: int | None = None,
+    dram_more: dict[str, Any] | None = None,
     directory: DirectoryWriter | None = None,
     host: str = "host-1",
     nvme_path: str | None = None,
@@ -131,6 +132,7 @@ def running_agent(
     port: int = 0,
     agent_url: str | None = None,
     walk_interval_s: float = WALK_INTERVAL_S,
+    peers: dict[str, Any] | None = None,
 ) -> Iterator[RunningAgent]:
     quota = dram_bytes if dram_bytes is not None else 4_096 + SLOTS * CHUNK_BYTES
     door = str(folder / "door.sock")
@@ -147,8 +149,9 @@ def running_agent(
             "door": door,
             "listen": {"port": port, "url": agent_url},
             "directory": {"url": "redis://unused", "walk_interval_s": walk_interval_s},
-            "dram": {"gb": quota / GB},
+            "dram": {"gb": quota / GB, **(dram_more or {})},
             "nvme": nvme,
+            "peers": peers or {},
         }
     )
     agent = RunningAgent(config, directory or MemoryDirectory(fast_clock))

@@ -5,13 +5,14 @@ import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from nodeagent.metrics import AgentMetrics
-from nodeagent.tiers.arena import PAGE_BYTES, Arena
+from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.file_writer import FileWriter
 from nodeagent.tiers.hierarchy import Hierarchy
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from nodeagent.tiers.quarantine import keep
 from tests.nodeagent.lone_drive import FILE_BYTES, LENGTH, no_wait, soon, store_in_dram
 from tests.nodeagent.running import storage_key

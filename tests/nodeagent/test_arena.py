@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodeagent.errors import TierUnavailable
-from nodeagent.tiers import arena as arena_module
-from nodeagent.tiers.arena import PAGE_BYTES, Arena, header_bytes_for, slot_bytes_for, slots_within
+from nodeagent.errors import MemoryShort, TierUnavailable
+from nodeagent.tiers.arena import Arena
+from nodeagent.tiers.arena_memory import layout_within, slot_bytes_for
+from nodeagent.tiers.machine_memory import HUGE_PAGE_BYTES, PAGE_BYTES, MachineMemory
 
 
 @pytest.fixture
@@ -17,15 +18,19 @@ def arena():
     made.close()
 
 
-@given(st.integers(1, 10**12), st.integers(1, 10**8))
-def test_the_slots_and_their_header_fill_the_quota_and_no_more(quota_bytes, chunk_bytes):
+@given(st.integers(1, 10**12), st.integers(1, 10**8), st.sampled_from([PAGE_BYTES, HUGE_PAGE_BYTES]))
+def test_the_slots_and_their_header_fill_the_quota_in_whole_pages_and_no_more(quota_bytes, chunk_bytes, page_bytes):
     slot_bytes = slot_bytes_for(chunk_bytes)
     assert slot_bytes >= chunk_bytes
     assert slot_bytes - chunk_bytes < PAGE_BYTES
-    slots = slots_within(quota_bytes, slot_bytes)
-    if slots:
-        assert header_bytes_for(slots) + slots * slot_bytes <= quota_bytes
-    assert header_bytes_for(slots + 1) + (slots + 1) * slot_bytes > quota_bytes
+    layout = layout_within(quota_bytes, slot_bytes, page_bytes)
+    assert layout.total_bytes <= quota_bytes
+    assert layout.total_bytes % page_bytes == 0
+    assert layout.header_bytes % PAGE_BYTES == 0
+    assert layout.header_bytes >= 8 * layout.slots
+    another = (layout.slots + 1) * (slot_bytes + 8)
+    header_of_another = -(-8 * (layout.slots + 1) // PAGE_BYTES) * PAGE_BYTES
+    assert header_of_another + another - 8 * (layout.slots + 1) > quota_bytes // page_bytes * page_bytes
 
 
 def test_the_generation_is_raised_before_a_slot_is_handed_out_again(arena):
@@ -68,10 +73,21 @@ def test_a_quota_without_room_for_one_slot_is_refused():
         Arena(PAGE_BYTES, PAGE_BYTES)
 
 
-def test_more_than_the_machine_has_is_refused(monkeypatch):
-    monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: 300 << 20)
-    with pytest.raises(TierUnavailable, match="bytes available"):
-        Arena(64 << 20, 1 << 20)
+@pytest.mark.parametrize(
+    ("total_bytes", "refusal"),
+    [pytest.param(310 << 20, TierUnavailable, id="ever"), pytest.param(400 << 20, MemoryShort, id="now")],
+)
+def test_more_than_the_machine_has_is_refused(total_bytes, refusal):
+    class Machine(MachineMemory):
+        def available_bytes(self):
+            return 300 << 20
+
+        def total_bytes(self):
+            return total_bytes
+
+    with pytest.raises(TierUnavailable, match="bytes available") as raised:
+        Arena(64 << 20, 1 << 20, machine=Machine())
+    assert type(raised.value) is refusal
 
 
 def test_closing_leaves_no_descriptor_behind():

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from directory.members import decode_load, encode_load
+from directory.members import Load, decode_load, encode_load
+from directory.tiers import Tier
 from nodeagent.client import PutResult
 from nodeagent.errors import DoorProtocolError
 from nodeagent.messages import (
@@ -120,10 +121,12 @@ def test_an_odd_value_costs_its_connection_at_most(agent, caplog, message: Clien
 )
 def test_a_read_beyond_reason_does_not_spoil_a_rate_for_good(read_bytes: int, read_s: float):
     engine = AttachedEngine("e", None, None, 1e9, b"")  # type: ignore[arg-type]
-    engine.note_read(read_bytes, read_s)
-    engine.note_read(10**9, 1.0)
-    assert 0 < engine.dram_bytes_per_s < 1e11
-    assert decode_load(encode_load(engine.load())) == engine.load()
+    engine.rates.note_read(read_bytes, read_s)
+    for _ in range(3):
+        engine.rates.note_read(10**9, 1.0)
+    load = Load(engine.rates.rates(engine.flops))
+    assert 0 < load.rates.bytes_per_s[Tier.DRAM] < 1e11
+    assert decode_load(encode_load(load)) == load
 
 
 def test_every_odd_value_in_a_hello_is_refused_with_a_reason_or_taken(agent, caplog):

@@ -138,7 +138,8 @@ def test_restored_parents_are_not_evicted_before_their_children(is_used):
         )
     if is_used:
         index.touch(storage_key("o2"))
-    index.put_in_order(order_of_use(index.account_of_use()), 0, 100)
+    *_, account = index.account_of_use()
+    index.put_in_order(order_of_use(account), 0, 100)
     order = [entry.label.storage_key for entry in index.take_victims(100 * FILE_BYTES, 100)]
     expected = ["n2", "n1", "n0", "o2", "o1", "o0"] if is_used else ["o2", "o1", "o0", "n2", "n1", "n0"]
     assert order == [storage_key(name) for name in expected]

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.labels import ChunkLabel
-from nodeagent.tiers import sorted_runs
+from nodeagent.tiers import key_table, nvme_index, sorted_runs
 from nodeagent.tiers.chunk_file import FileHeader, file_bytes
 from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.found_files import FoundFile, FoundFiles
-from nodeagent.tiers.key_table import NO_ROW, PARTS, KeyTable
-from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
+from nodeagent.tiers.key_table import NO_ROW, KeyTable
+from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex, order_of_use
 from tests.nodeagent.running import storage_key
 
 LENGTH = 5_000
@@ -23,7 +23,11 @@ CHAINS = 3
 DEPTH = 5
 NAMES = [(chain, position) for chain in range(CHAINS) for position in range(DEPTH)]
 COLLIDING = [bytes([number % 2]) + bytes(7) + bytes([number]) + bytes(23) for number in range(40)]
-"""Keys of two tables, all with the same home in them."""
+"""Keys with one of two homes."""
+CROWDED = [hashlib.sha256(b"%d" % number).digest() for number in range(100)]
+CROWDED += [bytes(3) + key for key in CROWDED]
+"""Keys of which half have their first bits in common."""
+ROWS = 256
 
 
 def chunk(chain, position, *, is_labelled=True):
@@ -54,6 +58,27 @@ def test_a_key_table_is_a_dict_whatever_collides_and_is_removed(steps):
         assert [table.find(each) for each in COLLIDING] == [
             number if each in model else NO_ROW for number, each in enumerate(COLLIDING)
         ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, len(CROWDED) - 1), max_size=300, unique=True), st.randoms())
+def test_a_key_table_whose_tables_are_split_again_and_again_is_a_dict(rows, random):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_table, "PLACES_MAX", 8)
+        patch.setattr(key_table, "BITS_MAX", 5)
+        column = bytearray(b"".join(key[:32] for key in CROWDED))
+        table, held = KeyTable(column, 32), set()
+        for row in rows:
+            table.add(row)
+            held.add(row)
+            if random.random() < 0.3:
+                gone = random.choice(sorted(held))
+                table.remove(gone)
+                held.discard(gone)
+        copied = table.copy(bytearray(column))
+        for row, key in enumerate(CROWDED):
+            expected = row if row in held else NO_ROW
+            assert table.find(key[:32]) == copied.find(key[:32]) == expected
 
 
 STEPS = st.lists(
@@ -115,7 +140,7 @@ def test_what_was_written_anew_is_not_dropped_for_what_was_there_before():
 
 def test_a_row_is_used_again_and_knows_its_own_identity():
     index = NvmeIndex(lambda key, mask: None)
-    for number in range(PARTS):
+    for number in range(ROWS):
         identity = number.to_bytes(32, "little")
         index.add(entry(chunk(0, number), identity))
         assert index.get(chunk(0, number).storage_key) == NvmeEntry(
@@ -123,7 +148,7 @@ def test_a_row_is_used_again_and_knows_its_own_identity():
         )
         if number % 3:
             index.drop(index.get(chunk(0, number).storage_key))
-    assert len(index._serials) == PARTS // 3 + 1
+    assert len(index._serials) == ROWS // 3 + 1
 
 
 def test_found_files_go_oldest_first_and_each_once():
@@ -168,3 +193,51 @@ def test_a_chunk_costs_less_than_300_bytes_of_memory(count):
         tracemalloc.stop()
     assert index.used_bytes == count * file_bytes(LENGTH)
     assert used / count < CHUNK_BYTES_MAX
+
+
+def restored(names):
+    """An index as headers that were read left it: in no order that means anything."""
+    index = NvmeIndex(lambda key, mask: None)
+    index.list_files(FoundFiles())
+    for age, name in enumerate(names):
+        label = chunk(*name)
+        index.restore(FileHeader(label, b"i" * 32, LENGTH, label.storage_key[:16]), float(age % 3))
+    return index
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.permutations(NAMES),
+    st.lists(st.tuples(st.sampled_from(["add", "touch", "drop", "nothing"]), st.sampled_from(NAMES)), max_size=60),
+)
+def test_no_parent_is_older_than_its_child_whatever_happens_while_a_start_is_put_in_order(names, changes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_index, "COPY_STEP_ITEMS", 40)
+        index, pending = restored(names[: len(names) - 3]), list(changes)
+
+        def change():
+            what, name = pending.pop() if pending else ("nothing", NAMES[0])
+            held = index.get(chunk(*name).storage_key)
+            if what == "add":
+                index.add(entry(chunk(*name)))
+            elif what == "touch":
+                index.touch(chunk(*name).storage_key)
+            elif what == "drop" and held is not None:
+                index.drop(held)
+
+        copying = index.account_of_use()
+        account = next(copying)
+        for _ in copying:
+            change()
+        ordered = order_of_use(account)
+        change()
+        for start in range(0, len(ordered.rows), 4):
+            index.put_in_order(ordered, start, 4)
+            change()
+        index.end_restoring()
+    seen = [each.label for each in index.entries()]
+    place = {label.storage_key: number for number, label in enumerate(seen)}
+    assert len(seen) == len(index)
+    for label in seen:
+        if label.parent in place:
+            assert place[label.parent] > place[label.storage_key]

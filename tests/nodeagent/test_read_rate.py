@@ -1,64 +1,75 @@
-"""The drive's measured rate: bytes that came while it was busy, whoever asked for them."""
+"""What a drive's reads cost: bytes that came while it was busy, whoever asked for them."""
 
 import pytest
 
-from nodeagent.tiers.read_rate import BELIEVED_BYTES_PER_S, SPAN_MAX_S, WEIGHT, ReadRate
+from nodeagent.tiers.load_cost import CLASS_READS_MIN, LoadCost
+from nodeagent.tiers.read_rate import BELIEVED, SPAN_MAX_S, ReadRate
+
+NOTHING_FIXED = LoadCost(0.0, 1e6)
+
+
+def learned(rate: ReadRate) -> float:
+    return rate.cost.bytes_per_s
 
 
 def test_until_a_read_was_seen_a_drive_is_believed_in():
-    assert ReadRate().bytes_per_s == BELIEVED_BYTES_PER_S
-
-
-def test_the_first_measurement_replaces_the_belief_and_later_ones_are_smoothed():
-    rate = ReadRate()
-    rate.begin(10.0)
-    rate.end(10.5, 100)
-    assert rate.bytes_per_s == pytest.approx(200)
-    rate.begin(20.0)
-    rate.end(20.5, 200)
-    assert rate.bytes_per_s == pytest.approx(200 + WEIGHT * (400 - 200))
+    assert ReadRate().cost == BELIEVED
 
 
 def test_reads_side_by_side_share_one_span():
-    rate = ReadRate()
-    for _ in range(4):
-        rate.begin(0.0)
-    for number in range(4):
-        rate.end(0.1 * (number + 1), 100)
-    assert rate.bytes_per_s == pytest.approx(400 / 0.4)
+    rate = ReadRate(NOTHING_FIXED)
+    for span in range(CLASS_READS_MIN):
+        for _ in range(4):
+            rate.begin(span)
+        for number in range(4):
+            rate.end(span + 0.1 * (number + 1), 100)
+    assert learned(rate) == pytest.approx(400 / 0.4)
 
 
 def test_the_time_between_spans_does_not_count():
-    rate = ReadRate()
+    rate = ReadRate(NOTHING_FIXED)
     for began_s in (0.0, 100.0, 5_000.0):
         rate.begin(began_s)
         rate.end(began_s + 0.25, 250)
-    assert rate.bytes_per_s == pytest.approx(1_000)
+    assert learned(rate) == pytest.approx(1_000)
 
 
 def test_a_read_that_fails_brings_no_bytes_and_costs_its_time():
-    rate = ReadRate()
-    rate.begin(0.0)
-    rate.begin(0.0)
-    rate.end(0.2, 0)
-    rate.end(0.4, 100)
-    assert rate.bytes_per_s == pytest.approx(250)
-    rate.begin(1.0)
-    rate.end(2.0, 0)
-    assert rate.bytes_per_s == pytest.approx(250), "no bytes: no measurement"
+    rate = ReadRate(NOTHING_FIXED)
+    for span in range(CLASS_READS_MIN):
+        rate.begin(span)
+        rate.begin(span)
+        rate.end(span + 0.2, 0)
+        rate.end(span + 0.4, 100)
+    assert learned(rate) == pytest.approx(250)
+    for span in range(10, 20):
+        rate.begin(span)
+        rate.end(span + 1.0, 0)
+    assert learned(rate) == pytest.approx(250), "no bytes: no measurement"
 
 
 def test_a_drive_that_is_never_idle_is_measured_all_the_same():
-    rate = ReadRate()
+    rate = ReadRate(NOTHING_FIXED)
     rate.begin(0.0)
-    for number in range(1, 9):
+    for number in range(1, 17):
         rate.begin(number * SPAN_MAX_S / 2 - 0.01)
         rate.end(number * SPAN_MAX_S / 2, 1_000)
-    assert rate.bytes_per_s == pytest.approx(2_000 / SPAN_MAX_S)
+    assert learned(rate) == pytest.approx(2_000 / SPAN_MAX_S)
 
 
 def test_a_read_of_no_measurable_time_is_no_measurement():
     rate = ReadRate()
-    rate.begin(3.0)
-    rate.end(3.0, 100)
-    assert rate.bytes_per_s == BELIEVED_BYTES_PER_S
+    for _ in range(CLASS_READS_MIN):
+        rate.begin(3.0)
+        rate.end(3.0, 100)
+    assert rate.cost == BELIEVED
+
+
+def test_short_spans_tell_the_fixed_part_and_long_ones_the_rate():
+    rate = ReadRate()
+    for chunks in (1, 16) * CLASS_READS_MIN:
+        now_s = 10.0 * chunks
+        rate.begin(now_s)
+        rate.end(now_s + 0.02 + chunks * 0.004, chunks << 25)
+    assert rate.cost.fixed_s == pytest.approx(0.02)
+    assert learned(rate) == pytest.approx((1 << 25) / 0.004)

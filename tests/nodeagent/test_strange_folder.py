@@ -10,10 +10,10 @@ import pytest
 import xxhash
 
 from nodeagent.errors import ChunkCorrupt, TierUnavailable
-from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import HEADER_BYTES, UNKNOWN_IDENTITY, FileHeader, name_of
 from nodeagent.tiers.chunk_folder import LOCK_NAME
 from nodeagent.tiers.file_store import FolderStore
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from tests.nodeagent.lone_drive import FaultyStore, count, read_back, soon, tier_on, write
 from tests.nodeagent.running import label, open_fds, payload, storage_key
 

@@ -21,13 +21,13 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.admission import Admission
-from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
 from nodeagent.tiers.dram import DramTier
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.file_writer import FileWriter
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from nodeagent.tiers.promotion import Promotion
 from nodeagent.tiers.quarantine import keep
 from nodeagent.tiers.write_policy import WRITE_POLICIES, Pins
@@ -247,7 +247,7 @@ class Host:
         return {
             sample.labels["reason"]: sample.value
             for sample in samples
-            if sample.name.endswith("_total") and sample.labels["reason"] in REFUSALS
+            if sample.name.endswith("_total") and sample.labels["reason"] in REFUSALS and sample.value
         }
 
     def heard(self, tier: Tier, key: bytes, mask: int) -> None:

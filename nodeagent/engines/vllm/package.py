@@ -14,7 +14,17 @@ from pathlib import Path
 NAME = "warmroute_engine"
 SHARED = {
     "directory": ("chunks", "costs", "errors", "identity", "tiers"),
-    "nodeagent": ("arena_map", "client", "engine_hello", "errors", "labels", "link", "messages", "opened_chunk"),
+    "nodeagent": (
+        "arena_map",
+        "client",
+        "engine_hello",
+        "errors",
+        "labels",
+        "link",
+        "messages",
+        "old_arenas",
+        "opened_chunk",
+    ),
 }
 VLLM = (
     "chunk_transfers",

@@ -21,8 +21,8 @@ from nodeagent.engines.reference.prefix_cache import (
 from nodeagent.engines.reference.serve import describe
 from nodeagent.engines.reference.speed import Speedometer
 from nodeagent.opened_chunk import NO_ANSWER
-from nodeagent.tiers.arena import PAGE_BYTES
 from nodeagent.tiers.chunk_file import file_bytes, name_of
+from nodeagent.tiers.machine_memory import PAGE_BYTES
 from tests.nodeagent.engines.fakes import Caches, MemoryStore, run_alone
 from tests.nodeagent.engines.test_scheduler import Rig
 from tests.nodeagent.engines.tiny_model import CHUNK_TOKENS, words

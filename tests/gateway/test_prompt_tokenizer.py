@@ -1,0 +1,198 @@
+"""Prompts are encoded off the loop, and only what is new; a wrong sample is noticed, counted, and ends the cuts."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from bench.encoding.fuzz import Tokenizer, load
+from directory.chunks import pack_tokens
+from gateway.encoding.cuts import Cutter
+from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
+from gateway.encoding.encoder import Encoder
+from gateway.encoding.examiner import examine_apart
+from gateway.encoding.piece_encoder import Depth, PieceEncoder
+from gateway.encoding.prompt_tokenizer import CachedPieces, WholeTexts, load_tokenizer
+from gateway.encoding.render import ReferenceRenderer
+from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
+from gateway.openai_schema import COMPLETIONS, parse_request
+from tests.gateway.assembly import eventually
+from tests.gateway.pipelines import smollm2_content
+
+LOOP_THREAD = threading.main_thread().name
+SECRET = "a secret that no log may hold"
+
+
+class ByteBackend:
+    """A token a byte; knows in which threads it ran, and may be held."""
+
+    name: ClassVar[str] = "bytes"
+    inline_chars_max: ClassVar[int] = 100
+    piece_chars: ClassVar[int] = 256
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
+        self.threads.append(threading.current_thread().name)
+        self.may_go.wait()
+        return [pack_tokens(list(text.encode())) for text in texts]
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[EncodePool]:
+    pool = EncodePool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return load("smollm2", smollm2_content())
+
+
+class Mismatches:
+    count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def pieces_of(
+    tokenizer: Tokenizer, backend: ByteBackend, pool: EncodePool, check: SelfCheck | None = None
+) -> tuple[CachedPieces, PieceEncoder]:
+    encoder = PieceEncoder(tokenizer.pipeline, Cutter(tokenizer.rules, 256), backend, backend, 2**20)
+    encoder.depth = Depth.PIECES
+    check = check or SelfCheck(pool, Mismatches(), draw=lambda: 1.0)
+    return CachedPieces(encoder, backend, backend, pool, check), encoder
+
+
+async def test_a_loaded_tokenizer_gives_the_references_ids_and_is_quick_at_once(
+    pool: EncodePool, smollm2: Tokenizer
+) -> None:
+    check = SelfCheck(pool, Mismatches())
+    tokenizer, token_chars_max = await load_tokenizer(smollm2_content(), pool, check, 2**20)
+    assert tokenizer.state == "fastokens, cached pieces"
+    assert token_chars_max == smollm2.reference.longest_token_chars()
+    text = "<|im_start|>user\n" + "Some words, and more of them.\n" * 3000
+    for _ in range(2):
+        assert await tokenizer.encode(text, False) == smollm2.reference.encode(text)
+
+
+async def test_much_that_is_new_goes_to_a_thread_and_little_does_not(pool: EncodePool, smollm2: Tokenizer) -> None:
+    backend = ByteBackend()
+    tokenizer, _ = pieces_of(smollm2, backend, pool)
+    await tokenizer.encode("x" * 100, False)
+    await tokenizer.encode("y" * 101, False)
+    await tokenizer.encode("<|im_start|>" + "y" * 101, False)
+    whole = WholeTexts(backend, pool, "for a test")
+    await whole.encode("z" * 100, False)
+    await whole.encode("z" * 101, False)
+    assert [name.startswith("encode") for name in backend.threads] == [False, True, False, True]
+    assert backend.threads[0] == LOOP_THREAD
+
+
+async def test_too_many_texts_at_once_go_without_keys(pool: EncodePool) -> None:
+    backend = ByteBackend()
+    backend.may_go.clear()
+    whole = WholeTexts(backend, pool, "for a test")
+    waiting = [asyncio.create_task(whole.encode("x" * 200, False)) for _ in range(TEXTS_MAX)]
+    try:
+        await eventually(lambda: len(backend.threads) == 2)
+        with pytest.raises(PoolBusy):
+            await whole.encode("x" * 200, False)
+        request = parse_request(COMPLETIONS, b'{"model": "m", "prompt": "%s"}' % (b"x" * 200))
+        encoding = await Encoder(whole, ReferenceRenderer("", {}), 100).encode(request, 8192)
+        assert (encoding.tokens, encoding.reason) == (None, "encoder_busy")
+    finally:
+        backend.may_go.set()
+    assert len(await asyncio.gather(*waiting)) == TEXTS_MAX
+    assert await whole.encode("x" * 200, False)
+
+
+async def test_a_wrong_sample_ends_the_cuts_then_the_segments_and_is_counted_without_its_text(
+    pool: EncodePool, smollm2: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    mismatches = Mismatches()
+    check = SelfCheck(pool, mismatches, draw=lambda: 0.0)
+    backend = ByteBackend()
+    tokenizer, encoder = pieces_of(smollm2, backend, pool, check)
+    running = asyncio.create_task(check.run())
+    try:
+        for depth, state in (
+            (Depth.SEGMENTS, "bytes, cached segments: a check of encoded texts failed"),
+            (Depth.WHOLE, "bytes, whole texts: a check of encoded texts failed"),
+        ):
+            encoder.cache.put(SECRET, False, pack_tokens(list(SECRET.encode())[:-1]))
+            await tokenizer.encode(SECRET, False)
+            await eventually(lambda depth=depth: encoder.depth is depth)
+            assert tokenizer.state == state
+            assert encoder.cache.bytes_used == 0
+        assert mismatches.count == 2
+        assert await tokenizer.encode(SECRET, False) == pack_tokens(list(SECRET.encode()))
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    assert "at token 28 of 29" in caplog.text
+    assert SECRET not in caplog.text
+
+
+async def test_a_right_sample_changes_nothing(pool: EncodePool, smollm2: Tokenizer) -> None:
+    mismatches = Mismatches()
+    check = SelfCheck(pool, mismatches, draw=lambda: 0.0)
+    backend = ByteBackend()
+    tokenizer, encoder = pieces_of(smollm2, backend, pool, check)
+    running = asyncio.create_task(check.run())
+    await tokenizer.encode("some words", False)
+    await eventually(lambda: len(backend.threads) == 2)
+    running.cancel()
+    await asyncio.wait({running})
+    assert backend.threads[1].startswith("load"), "behind everything else"
+    assert (mismatches.count, encoder.depth) == (0, Depth.PIECES)
+
+
+async def test_one_text_in_a_thousand_is_checked_and_what_can_not_be_kept_up_with_is_let_go(
+    pool: EncodePool, smollm2: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    drawn = iter([SAMPLE_SHARE, SAMPLE_SHARE / 2] + [0.0] * 100)
+    check = SelfCheck(pool, Mismatches(), draw=lambda: next(drawn))
+    backend = ByteBackend()
+    tokenizer, _ = pieces_of(smollm2, backend, pool, check)
+    for _ in range(50):
+        await tokenizer.encode("some words", False)
+    running = asyncio.create_task(check.run())
+    await eventually(lambda: len(backend.threads) == 1 + 4)
+    running.cancel()
+    await asyncio.wait({running})
+    assert len(backend.threads) == 1 + 4
+
+
+async def test_what_is_no_tokenizer_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"not a tokenizer\.json"):
+        await examine_apart(b'{"model": 5}')
+
+
+async def test_an_examination_that_is_not_wanted_any_more_leaves_no_process() -> None:
+    before = children()
+    examining = asyncio.create_task(examine_apart(smollm2_content()))
+    await eventually(lambda: children() > before)
+    examining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await examining
+    assert children() == before
+
+
+def children() -> set[str]:
+    """The ids of this process's children."""
+    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return {number for numbers in found for number in numbers}
