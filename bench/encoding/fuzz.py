@@ -1,12 +1,10 @@
 """Nasty texts through the gateway's encoder, cut wherever it may cut, against plain Hugging Face `tokenizers`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 
-from gateway.encoding.cuts import CutRules, cut_rules, pieces_by_content, pieces_everywhere
-from gateway.encoding.examination import fastest_backend
+from gateway.encoding.cuts import CutRules, Cutter, CutterEverywhere, cut_rules
+from gateway.encoding.examination import fastest_backend, rest_backends
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, read_pipeline
@@ -15,6 +13,7 @@ from gateway.encoding.tokenizer import BACKENDS, Backend, HuggingFaceBackend
 BATCH_TEXTS = 500
 ADDED_TOKENS_MAX = 60
 """Of Gemma's six thousand added tokens, the first and the odd ones are as good as all."""
+FINE_CHARS = 16
 CACHE_BYTES = 8 * 2**20
 """Kept from text to text, and small: so what is stale or dropped would show."""
 
@@ -36,7 +35,9 @@ class Tokenizer:
 
     def encoder(self, cache_bytes_max: int) -> PieceEncoder:
         """An encoder as the gateway uses it."""
-        encoder = PieceEncoder(self.pipeline, self.rules, self.whole, self.rest, cache_bytes_max)
+        encoder = PieceEncoder(
+            self.pipeline, Cutter(self.rules, self.rest.piece_chars), self.whole, self.rest, cache_bytes_max
+        )
         encoder.depth = Depth.PIECES
         return encoder
 
@@ -54,7 +55,7 @@ class FuzzReport:
     backend: str
     texts: int = 0
     characters: int = 0
-    pieces: int = 0
+    cuts: int = 0
     mismatches: list[str] = field(default_factory=list)
 
 
@@ -63,43 +64,39 @@ def load(name: str, content: bytes, backend: str | None = None) -> Tokenizer:
     text = content.decode()
     reference, pipeline = HuggingFaceBackend(text), read_pipeline(text)
     whole = fastest_backend(text, reference) if backend is None else BACKENDS[backend](text)
-    rest = BACKENDS[whole.name](pipeline.without_prefix) if pipeline.without_prefix else whole
-    return Tokenizer(name, pipeline, cut_rules(pipeline.family, pipeline.vocabulary), reference, whole, rest)
+    rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
+    if backend is None:
+        rest = next(rest_backends(pipeline, whole))
+    else:
+        rest = BACKENDS[backend](pipeline.without_prefix) if pipeline.without_prefix else whole
+    return Tokenizer(name, pipeline, rules, reference, whole, rest)
 
 
 def fuzz(tokenizer: Tokenizer, texts: int, seed: int) -> FuzzReport:
-    """Three texts in four are cut at every place, one as the gateway cuts, but finer."""
-    report = FuzzReport(tokenizer.name, tokenizer.whole.name)
-    everywhere = _counting(report, tokenizer, everywhere=True)
-    finely = _counting(report, tokenizer, everywhere=False)
+    """Of four texts one is cut at every place, one at every place between added tokens only, one at every place within
+    gaps only, and one as the gateway cuts, but finer.
+    """
+    report = FuzzReport(tokenizer.name, tokenizer.rest.name)
+    rules = tokenizer.rules
+    cutters = (
+        CutterEverywhere(rules, 0),
+        CutterEverywhere(rules, FINE_CHARS * 1000),
+        CutterEverywhere(replace(rules, between_tokens=False), 0),
+        Cutter(rules, FINE_CHARS, 4 * FINE_CHARS),
+    )
+    encoders = [
+        PieceEncoder(tokenizer.pipeline, each, tokenizer.whole, tokenizer.rest, CACHE_BYTES) for each in cutters
+    ]
+    for encoder in encoders:
+        encoder.depth = Depth.PIECES
     drawn = nasty_texts(tokenizer.added_tokens(), texts, seed)
     while batch := list(islice(drawn, BATCH_TEXTS)):
         expected = tokenizer.reference.encode_batch(batch)
         for number, (text, ids) in enumerate(zip(batch, expected, strict=True)):
-            encoder = finely if number % 4 == 3 else everywhere
+            kind = number % len(cutters)
             report.texts += 1
             report.characters += len(text)
-            if encoder.encode(text) != ids:
+            report.cuts += len(cutters[kind].pieces(text)) - 1
+            if encoders[kind].encode(text) != ids:
                 report.mismatches.append(text)
     return report
-
-
-def _counting(report: FuzzReport, tokenizer: Tokenizer, everywhere: bool) -> PieceEncoder:
-    cut = pieces_everywhere if everywhere else partial(pieces_by_content, piece_chars=64)
-
-    def count(text: str, rules: CutRules) -> Sequence[str]:
-        pieces = cut(text, rules)
-        report.pieces += len(pieces)
-        return pieces
-
-    encoder = PieceEncoder(
-        tokenizer.pipeline,
-        tokenizer.rules,
-        tokenizer.whole,
-        tokenizer.rest,
-        CACHE_BYTES,
-        count,
-        uncut_chars_max=0 if everywhere else 16,
-    )
-    encoder.depth = Depth.PIECES
-    return encoder

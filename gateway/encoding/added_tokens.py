@@ -29,7 +29,7 @@ class AddedToken:
 
 
 Segment = tuple[str, bytes | None, bool]
-"""A stretch of text; its ids (little-endian u32) where it is an added token; whether it begins the whole text."""
+"""A part of a text; its ids (little-endian u32) where it is an added token, else whether it begins the text."""
 
 
 class AddedTokenSplitter:
@@ -63,6 +63,8 @@ class AddedTokenSplitter:
     def _split_at(self, pattern: re.Pattern[str], text: str, at_start: bool) -> list[Segment]:
         if self._stripping:
             return self._split_and_strip(pattern, text, at_start)
+        if pattern.search(text) is None:
+            return [(text, None, at_start)]
         segments: list[Segment] = []
         ids = self._ids
         for place, part in enumerate(pattern.split(text)):

@@ -20,8 +20,12 @@ a character that composes with nothing before it.
 SentencePiece's BPE runs over the whole gap. A merge can only make an entry of the vocabulary; so if no entry holds
 "ab", no merge ever bridges a|b, and BPE(left + right) = BPE(left) + BPE(right).
 
-Character classes are ASCII or narrow ranges on purpose: Python, Rust and Oniguruma agree on them. Pieces depend on
-their text alone, not on where it stands: a document gives the same pieces in every prompt.
+Character classes are ASCII or narrow ranges on purpose: Python, Rust and Oniguruma agree on them. Which of the safe
+places are used depends on the text right behind them alone, not on where it stands: a document gives the same pieces in
+every prompt, but for those at its ends.
+
+Line ends are places before the split at added tokens, too: if no added token holds a line end beside something visible,
+none can span such a place, and what lies on either side is split as before.
 """
 
 import re
@@ -29,13 +33,17 @@ import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from zlib import crc32
 
+from gateway.encoding.added_tokens import AddedToken
 from gateway.encoding.pipeline import Family
 
-UNCUT_CHARS_MAX = 2048
-"""Gaps up to here are kept whole: most messages of a conversation."""
-PIECE_CHARS = 512
-"""Pieces longer than this are cut again, at a finer kind of place."""
+LONG = 4
+"""What is longer than so many times the aim is cut, or cut again at a finer kind of place."""
+STRETCH_CHARS = 2048
+"""Aimed at for stretches of whole prompts."""
+SEEN_CHARS = 8
+"""Characters behind a place that decide whether it is used."""
 
 LETTERS = frozenset(string.ascii_letters)
 VISIBLE = frozenset(map(chr, range(0x21, 0x7F)))
@@ -46,54 +54,77 @@ HAN = frozenset(map(chr, range(0x4E00, 0x9FA6)))
 class CutRule:
     """Cut `offset` characters after the start of each match whose neighbours are among `before` and `after`.
 
-    Expressions begin with a literal, which `re` finds an order of magnitude faster than one that looks behind.
+    Expressions begin with a literal, which `re` finds an order of magnitude faster than one that looks behind. `apart`
+    is about how many characters lie between two such places.
     """
 
     pattern: re.Pattern[str]
     offset: int
+    apart: int
     before: frozenset[str] | None = None
     after: frozenset[str] | None = None
 
     def places(self, text: str) -> list[int]:
         """Where `text` may be cut, ascending."""
         offset, before, after = self.offset, self.before, self.after
-        places = [match.start() for match in self.pattern.finditer(text)]
+        matches = [match.span() for match in self.pattern.finditer(text)]
         if before is not None:
-            places = [place for place in places if place and text[place - 1] in before]
+            matches = [(start, end) for start, end in matches if start and text[start - 1] in before]
         if after is not None:
-            length = len(self.pattern.pattern.partition("(")[0].replace("\\", ""))
-            places = [place for place in places if text[place + length] in after]
-        return [place + offset for place in places] if offset else places
+            matches = [(start, end) for start, end in matches if text[end] in after]
+        return [start + offset for start, _ in matches]
+
+    def chosen_places(self, text: str, aim_chars: int) -> list[int]:
+        """Those of them that leave pieces of about `aim_chars`, chosen by what follows."""
+        one_in, places = aim_chars // self.apart, self.places(text)
+        if one_in <= 1:
+            return places
+        seen = (text[place : place + SEEN_CHARS].encode("utf-8", "surrogatepass") for place in places)
+        return [place for place, follows in zip(places, seen, strict=True) if crc32(follows) % one_in == 0]
 
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """From coarse to fine; `words` last, where nothing else made a piece short. No rules: nothing is cut."""
+    """From coarse to fine; none: nothing is cut. `between_tokens` is whether `lines` hold in whole prompts, too."""
 
-    coarse: tuple[CutRule, ...] = ()
-    words: CutRule | None = None
+    lines: tuple[CutRule, ...] = ()
+    within: tuple[CutRule, ...] = ()
+    between_tokens: bool = False
+
+    @property
+    def every(self) -> tuple[CutRule, ...]:
+        """All of them."""
+        return self.lines + self.within
 
 
 _PARAGRAPH, _LINE = re.compile("\n\n(?=[A-Za-z])"), re.compile("\n(?=[A-Za-z])")
 _SENTENCE, _WORD, _FULL_STOP = re.compile(r"\. (?=[A-Za-z])"), re.compile(" (?=[A-Za-z])"), re.compile("。")
-_SENTENCES, _WORDS, _FULL_STOPS = CutRule(_SENTENCE, 1), CutRule(_WORD, 0, LETTERS), CutRule(_FULL_STOP, 0, HAN)
-_LATER = (CutRule(_PARAGRAPH, 2), CutRule(_LINE, 1), _SENTENCES, _FULL_STOPS)
+_LINES = (CutRule(_PARAGRAPH, 2, 256), CutRule(_LINE, 1, 64))
+_GPT2_LINES = (CutRule(_PARAGRAPH, 0, 256, VISIBLE), CutRule(_LINE, 1, 64, VISIBLE))
+_SENTENCES, _WORDS, _FULL_STOPS = (
+    CutRule(_SENTENCE, 1, 128),
+    CutRule(_WORD, 0, 8, LETTERS),
+    CutRule(_FULL_STOP, 0, 32, HAN),
+)
+_WITHIN = (_SENTENCES, _FULL_STOPS, _WORDS)
 
 RULES: dict[Family, CutRules] = {
-    Family.GPT2: CutRules(
-        (CutRule(_PARAGRAPH, 0, VISIBLE), CutRule(_LINE, 1, VISIBLE), _SENTENCES, _FULL_STOPS), _WORDS
-    ),
-    Family.CL100K: CutRules(_LATER, _WORDS),
-    Family.O200K: CutRules(_LATER, _WORDS),
-    Family.DEEPSEEK: CutRules(_LATER, _WORDS),
+    Family.GPT2: CutRules(_GPT2_LINES, _WITHIN),
+    Family.CL100K: CutRules(_LINES, _WITHIN),
+    Family.O200K: CutRules(_LINES, _WITHIN),
+    Family.DEEPSEEK: CutRules(_LINES, _WITHIN),
 }
 
 
-def cut_rules(family: Family | None, vocabulary: Iterable[str]) -> CutRules:
+def cut_rules(family: Family | None, vocabulary: Iterable[str], added_tokens: Sequence[AddedToken]) -> CutRules:
     """The rules of a family; for SentencePiece those that the vocabulary allows."""
     if family is None:
         return CutRules()
-    return _sentencepiece_rules(vocabulary) if family is Family.SENTENCEPIECE else RULES[family]
+    rules = _sentencepiece_rules(vocabulary) if family is Family.SENTENCEPIECE else RULES[family]
+    # A token that ends in a line end would begin a gap right behind it.
+    is_free = not any(re.search("\n[A-Za-z]|[!-~]\n|.\n$", token.content) for token in added_tokens)
+    strips = any(token.strips_before or token.strips_after for token in added_tokens)
+    return replace(rules, between_tokens=is_free and not strips)
 
 
 def _sentencepiece_rules(vocabulary: Iterable[str]) -> CutRules:
@@ -106,56 +137,68 @@ def _sentencepiece_rules(vocabulary: Iterable[str]) -> CutRules:
             characters.add(spelling)
     # A character that isn't in the vocabulary may be fused with its neighbour into one unknown token.
     letters = LETTERS & characters
-    rules: list[CutRule] = []
     openers = frozenset(letter for letter in letters if f"\n{letter}" not in pairs)
-    rules += [replace(rule, after=openers) for rule in (CutRule(_PARAGRAPH, 2), CutRule(_LINE, 1))]
+    lines = tuple(replace(rule, after=openers) for rule in _LINES)
     if " " not in characters:
-        return CutRules(tuple(rules))
+        return CutRules(lines)
+    within: list[CutRule] = []
     if ". " not in pairs:
-        rules.append(_SENTENCES)
+        within.append(_SENTENCES)
     if "。" in characters:
-        rules.append(replace(_FULL_STOPS, before=frozenset(each for each in HAN if f"{each}。" not in pairs)))
-    return CutRules(
-        tuple(rules), replace(_WORDS, before=frozenset(each for each in letters if f"{each} " not in pairs))
-    )
+        within.append(replace(_FULL_STOPS, before=frozenset(each for each in HAN if f"{each}。" not in pairs)))
+    within.append(replace(_WORDS, before=frozenset(each for each in letters if f"{each} " not in pairs)))
+    return CutRules(lines, tuple(within))
 
 
-def pieces_by_content(text: str, rules: CutRules, piece_chars: int = PIECE_CHARS) -> Sequence[str]:
-    """The text in pieces: by paragraphs, and what is longer than `piece_chars` by lines, sentences, words."""
-    pieces = [text]
-    for rule in rules.coarse:
-        if all(len(piece) <= piece_chars for piece in pieces):
-            return pieces
-        finer: list[str] = []
-        for piece in pieces:
-            if len(piece) <= piece_chars:
-                finer.append(piece)
-            else:
-                finer += _cut(piece, rule.places(piece))
-        pieces = finer
-    if rules.words is None:
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts by `rules` into pieces of about `piece_chars`, and whole prompts into stretches of about `stretch_chars`."""
+
+    rules: CutRules
+    piece_chars: int
+    stretch_chars: int = STRETCH_CHARS
+
+    @property
+    def uncut_chars_max(self) -> int:
+        """What is no longer is encoded as it is."""
+        return LONG * self.piece_chars
+
+    def stretches(self, prompt: str) -> Sequence[str]:
+        """A whole prompt in stretches, added tokens and all."""
+        rules = self.rules.lines if self.rules.between_tokens else ()
+        return self._cut(prompt, rules, self.stretch_chars)
+
+    def pieces(self, gap: str) -> Sequence[str]:
+        """What lies between two added tokens, in pieces."""
+        return self._cut(gap, self.rules.every, self.piece_chars)
+
+    def _cut(self, text: str, rules: Sequence[CutRule], aim_chars: int) -> Sequence[str]:
+        long = LONG * aim_chars
+        pieces = [text]
+        for rule in rules:
+            if all(len(piece) <= long for piece in pieces):
+                break
+            finer: list[str] = []
+            for piece in pieces:
+                if len(piece) <= long:
+                    finer.append(piece)
+                else:
+                    finer += _cut_at(piece, rule.chosen_places(piece, aim_chars))
+            pieces = finer
         return pieces
-    finer = []
-    for piece in pieces:
-        if len(piece) <= 2 * piece_chars:
-            finer.append(piece)
-            continue
-        places, last = [], 0
-        for place in rules.words.places(piece):
-            if place - last >= piece_chars:
-                places.append(place)
-                last = place
-        finer += _cut(piece, places)
-    return finer
 
 
-def pieces_everywhere(text: str, rules: CutRules) -> Sequence[str]:
-    """The text cut wherever it may be: what a proof tries."""
-    every = (*rules.coarse, rules.words) if rules.words else rules.coarse
-    return _cut(text, sorted({place for rule in every for place in rule.places(text)}))
+class CutterEverywhere(Cutter):
+    """Cuts wherever the rules allow it: what a proof tries.
+
+    With 0 `piece_chars` stretches are taken apart, too; with many they are encoded as they are.
+    """
+
+    def _cut(self, text: str, rules: Sequence[CutRule], aim_chars: int) -> Sequence[str]:
+        return _cut_at(text, sorted({place for rule in rules for place in rule.places(text)}))
 
 
-def _cut(text: str, places: Iterable[int]) -> list[str]:
+def _cut_at(text: str, places: Iterable[int]) -> list[str]:
     pieces, start = [], 0
     for place in places:
         if place > start:

@@ -4,15 +4,16 @@ Both are tried on nasty texts before a request is encoded that way. Takes second
 (the reference can't be loaded without): `examiner.py` runs it in a process of its own.
 """
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from gateway.encoding.cuts import CutRules, cut_rules, pieces_everywhere
+from gateway.encoding.cuts import CutRules, CutterEverywhere, cut_rules
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, Unsupported, read_pipeline
-from gateway.encoding.tokenizer import BACKENDS, Backend, FastokensBackend, HuggingFaceBackend
+from gateway.encoding.tokenizer import Backend, FastokensBackend, HuggingFaceBackend
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ PROOF_CACHE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a tokenizer's texts are taken apart, and how far that is proved."""
+    """How texts are taken apart, which backend encodes all but first pieces, and how far that is proved."""
 
     pipeline: Pipeline
     rules: CutRules
+    backend: str
     depth: Depth
 
 
@@ -54,14 +56,14 @@ def examine(content: bytes) -> Examination:
         return Examination(backend.name, token_chars_max, None, str(error))
     if {token.content: token.token_id for token in pipeline.added_tokens} != reference.added_tokens():
         return Examination(backend.name, token_chars_max, None, "added tokens under other ids than the file says")
-    rules = cut_rules(pipeline.family, pipeline.vocabulary)
+    rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
     pipeline = replace(pipeline, vocabulary=())
-    rest = BACKENDS[backend.name](pipeline.without_prefix) if pipeline.without_prefix else backend
-    depth = proven_depth(pipeline, rules, backend, rest)
-    if depth is Depth.WHOLE:
-        return Examination(backend.name, token_chars_max, None, "taken apart, texts got other ids in a test")
-    reason = "" if depth is Depth.PIECES else "how it splits text isn't known"
-    return Examination(backend.name, token_chars_max, Parts(pipeline, rules, depth), reason)
+    for rest in rest_backends(pipeline, backend):
+        depth = proven_depth(pipeline, rules, backend, rest)
+        if depth is not Depth.WHOLE:
+            reason = "" if depth is Depth.PIECES else "how it splits text isn't known"
+            return Examination(backend.name, token_chars_max, Parts(pipeline, rules, rest.name, depth), reason)
+    return Examination(backend.name, token_chars_max, None, "taken apart, texts got other ids in a test")
 
 
 def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
@@ -78,14 +80,34 @@ def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
     return fast
 
 
+def rest_backends(pipeline: Pipeline, whole: Backend) -> Iterator[Backend]:
+    """What may encode all but first pieces, best first: it has no prefix to put, so fastokens may do where it can't
+    for `whole`.
+    """
+    if not pipeline.without_prefix:
+        yield whole
+        return
+    fast: Backend | None = None
+    with contextlib.suppress(Exception):  # whatever it doesn't support
+        fast = FastokensBackend(pipeline.without_prefix)
+    if fast is not None:
+        yield fast
+    if whole.name != FastokensBackend.name:
+        yield HuggingFaceBackend(pipeline.without_prefix)
+
+
 def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Backend) -> Depth:
     """The greatest depth at which nasty texts, cut wherever the rules allow it, have the ids of the whole texts."""
     texts = list(nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS))
     expected = _encodings(whole, texts)
-    for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.coarse else (Depth.SEGMENTS,):
-        encoder = PieceEncoder(pipeline, rules, whole, rest, PROOF_CACHE_BYTES, pieces_everywhere, uncut_chars_max=0)
-        encoder.depth = depth
-        if [(encoder.encode(text), encoder.encode(text, True)) for text in texts] == expected:
+    for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.every else (Depth.SEGMENTS,):
+        encoders = [
+            PieceEncoder(pipeline, CutterEverywhere(rules, piece_chars), whole, rest, PROOF_CACHE_BYTES)
+            for piece_chars in (0, rest.piece_chars)
+        ]
+        for encoder in encoders:
+            encoder.depth = depth
+        if all([(each.encode(text), each.encode(text, True)) for text in texts] == expected for each in encoders):
             return depth
         logger.warning("a tokenizer's texts can't be taken apart as its pipeline says: %s", depth.name)
     return Depth.WHOLE

@@ -6,8 +6,10 @@ pickled: both sides are this program.
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import pickle
+import signal
 import sys
 from pathlib import Path
 
@@ -15,9 +17,9 @@ import gateway
 from gateway.encoding.examination import Examination, examine
 
 TIMEOUT_S = 300.0
-NICENESS = 5
 REFUSED = 3
 """The exit status where the content isn't a tokenizer; the reason is on standard output."""
+_PR_SET_PDEATHSIG = 1
 
 
 async def examine_apart(content: bytes) -> Examination:
@@ -32,6 +34,7 @@ async def examine_apart(content: bytes) -> Examination:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": root},
+        start_new_session=True,  # Ctrl-C reaches the gateway alone, which ends its child
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -54,7 +57,7 @@ async def examine_apart(content: bytes) -> Examination:
 
 def main() -> int:
     """Zero when the verdict was written."""
-    os.nice(NICENESS)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # nobody would read it
     try:
         verdict = examine(sys.stdin.buffer.read())
     except ValueError as error:

@@ -155,7 +155,10 @@ def _without_prefix(
         if part["type"] == "Metaspace":
             scheme = part["prepend_scheme"]
             prefix = {"first": Prefix.START, "always": Prefix.GAPS, "never": prefix}[scheme]
-            rest_pre_tokenizers.append(dict(part, prepend_scheme="never"))
+            if len(pre_tokenizers) == 1 and part["replacement"] == "▁" and part["split"] is False:
+                rest_normalizers.append(_REPLACE_SPACE)  # which is all it does, and what fastokens can do as well
+            else:
+                rest_pre_tokenizers.append(dict(part, prepend_scheme="never"))
         elif part["type"] == "ByteLevel" and part["add_prefix_space"]:
             if place:
                 raise Unsupported("a space put before a text after it was split")

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.examination import Examination
 from gateway.encoding.examiner import examine_apart
@@ -41,10 +42,10 @@ class CachedPieces:
     """Only what wasn't seen before is encoded; a sample of the results is checked behind the request's back."""
 
     def __init__(
-        self, encoder: PieceEncoder, backend: Backend, pool: EncodePool, check: SelfCheck, reason: str = ""
+        self, encoder: PieceEncoder, whole: Backend, rest: Backend, pool: EncodePool, check: SelfCheck, reason: str = ""
     ) -> None:
-        self._encoder, self._backend, self._pool, self._check = encoder, backend, pool, check
-        self._whole = WholeTexts(backend, pool, "a check of encoded texts failed")
+        self._encoder, self._backend, self._rest, self._pool, self._check = encoder, whole, rest, pool, check
+        self._whole = WholeTexts(whole, pool, "a check of encoded texts failed")
         self._reason = reason
 
     @property
@@ -53,8 +54,8 @@ class CachedPieces:
         if self._encoder.depth is Depth.WHOLE:
             return self._whole.state
         if self._encoder.depth is Depth.PIECES:
-            return f"{self._backend.name}, cached pieces"
-        return f"{self._backend.name}, cached segments: {self._reason or 'a check of encoded texts failed'}"
+            return f"{self._rest.name}, cached pieces"
+        return f"{self._rest.name}, cached segments: {self._reason or 'a check of encoded texts failed'}"
 
     async def encode(self, text: str, adds_special: bool) -> bytes:
         """See `PromptTokenizer`."""
@@ -62,7 +63,7 @@ class CachedPieces:
         if encoder.depth is Depth.WHOLE:
             return await self._whole.encode(text, adds_special)
         partial = encoder.look_up(text)
-        if partial.missing_chars <= self._backend.inline_chars_max:
+        if encoder.is_quick(partial):
             fresh = encoder.encode_missing(partial)
         else:
             fresh = await self._pool.run(encoder.encode_missing, partial)
@@ -84,13 +85,14 @@ async def load_tokenizer(
     parts = verdict.parts
     if parts is None:
         return WholeTexts(whole, pool, verdict.reason), verdict.token_chars_max
-    encoder = PieceEncoder(parts.pipeline, parts.rules, whole, rest, cache_bytes_max)
+    cutter = Cutter(parts.rules, rest.piece_chars)
+    encoder = PieceEncoder(parts.pipeline, cutter, whole, rest, cache_bytes_max)
     encoder.depth = parts.depth
-    return CachedPieces(encoder, whole, pool, check, verdict.reason), verdict.token_chars_max
+    return CachedPieces(encoder, whole, rest, pool, check, verdict.reason), verdict.token_chars_max
 
 
 def _load_backends(verdict: Examination, content: str) -> tuple[Backend, Backend]:
-    load = BACKENDS[verdict.backend]
-    whole = load(content)
-    without_prefix = verdict.parts.pipeline.without_prefix if verdict.parts else ""
-    return whole, load(without_prefix) if without_prefix else whole
+    whole = BACKENDS[verdict.backend](content)
+    if verdict.parts is None or not verdict.parts.pipeline.without_prefix:
+        return whole, whole
+    return whole, BACKENDS[verdict.parts.backend](verdict.parts.pipeline.without_prefix)

@@ -20,6 +20,8 @@ class Backend(Protocol):
     name: ClassVar[str]
     inline_chars_max: ClassVar[int]
     """Longer texts take it more than a millisecond or two: too long for an event loop."""
+    piece_chars: ClassVar[int]
+    """Pieces of about this length cost less to look up than to encode."""
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """Token ids as little-endian u32."""
@@ -35,6 +37,7 @@ class HuggingFaceBackend:
 
     name: ClassVar[str] = "tokenizers"
     inline_chars_max: ClassVar[int] = 4_000
+    piece_chars: ClassVar[int] = 256
 
     def __init__(self, pipeline: str) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(pipeline)
@@ -67,6 +70,7 @@ class FastokensBackend:
 
     name: ClassVar[str] = "fastokens"
     inline_chars_max: ClassVar[int] = 16_000
+    piece_chars: ClassVar[int] = 2048
 
     def __init__(self, pipeline: str) -> None:
         self._tokenizer = fastokens.Tokenizer.from_json_str(pipeline)

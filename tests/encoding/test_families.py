@@ -19,11 +19,11 @@ KNOWN = {
     "qwen3": (Family.CL100K, Prefix.NONE, "fastokens"),
     "gpt_oss": (Family.O200K, Prefix.NONE, "fastokens"),
     "deepseek_v3": (Family.DEEPSEEK, Prefix.NONE, "fastokens"),
-    "mistral": (Family.SENTENCEPIECE, Prefix.START, "tokenizers"),
+    "mistral": (Family.SENTENCEPIECE, Prefix.START, "fastokens"),
     "llama2": (Family.SENTENCEPIECE, Prefix.GAPS, "fastokens"),
     "gemma3": (Family.SENTENCEPIECE, Prefix.NONE, "fastokens"),
 }
-INSIDE_WORDS = CutRules((CutRule(re.compile("e(?=[a-z])"), 1),))
+INSIDE_WORDS = CutRules((CutRule(re.compile("e(?=[a-z])"), 1, 8),))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -33,9 +33,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def test_a_family_is_known_with_all_its_cuts(tokenizer: Tokenizer) -> None:
-    assert (tokenizer.pipeline.family, tokenizer.pipeline.prefix, tokenizer.whole.name) == KNOWN[tokenizer.name]
-    assert tokenizer.rules.words is not None
-    assert len(tokenizer.rules.coarse) >= 3
+    assert (tokenizer.pipeline.family, tokenizer.pipeline.prefix, tokenizer.rest.name) == KNOWN[tokenizer.name]
+    assert len(tokenizer.rules.lines) == 2
+    assert len(tokenizer.rules.within) >= 2
+    assert tokenizer.rules.between_tokens
     declared = {token.content: token.token_id for token in tokenizer.pipeline.added_tokens}
     assert declared == tokenizer.reference.added_tokens()
 
@@ -43,7 +44,7 @@ def test_a_family_is_known_with_all_its_cuts(tokenizer: Tokenizer) -> None:
 def test_nasty_texts_cut_everywhere_have_the_ids_of_plain_hugging_face(tokenizer: Tokenizer) -> None:
     report = fuzz(tokenizer, TEXTS, SEED)
     assert report.texts == TEXTS
-    assert report.pieces > 10 * TEXTS
+    assert report.cuts > 10 * TEXTS
     assert report.mismatches == []
 
 
@@ -59,11 +60,11 @@ def test_a_wrong_cut_rule_is_found_in_each_family(tokenizer: Tokenizer) -> None:
 
 
 def test_a_long_document_is_cut_and_found_again_elsewhere(tokenizer: Tokenizer) -> None:
-    lines = [f"Line {number} of the document says something that no other line says." for number in range(300)]
-    document = "\n\n".join("\n".join(lines[start : start + 6]) for start in range(0, 300, 6))
+    lines = [f"Line {number} of the document says something that no other line says." for number in range(600)]
+    document = "\n\n".join("\n".join(lines[start : start + 6]) for start in range(0, 600, 6))
     encoder = tokenizer.encoder(2**24)
     encoder.encode(f"Read this:\n\n{document}\n\nThen answer.")
     elsewhere = f"Another opening.\n\n{document}\n\nAnother question?"
     assert encoder.depth is Depth.PIECES
-    assert encoder.look_up(elsewhere).missing_chars < 1500
+    assert encoder.look_up(elsewhere).missing_chars[False] < len(document) / 4
     assert encoder.encode(elsewhere) == tokenizer.reference.encode(elsewhere)

@@ -44,6 +44,7 @@ class ByteBackend:
 
     name: ClassVar[str] = "bytes"
     inline_chars_max: ClassVar[int] = 16_000
+    piece_chars: ClassVar[int] = 1024
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         return pack_tokens(list(text.encode()))

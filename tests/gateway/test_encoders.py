@@ -97,7 +97,7 @@ async def encoders(tmp_path: Path) -> AsyncIterator[Encoders]:
 
 
 async def until_found(encoders: Encoders, registration: EngineRegistration) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while encoders.find(registration) is None:
             await asyncio.sleep(0.01)
 

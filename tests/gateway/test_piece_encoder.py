@@ -10,7 +10,7 @@ import pytest
 
 from bench.encoding.fuzz import Tokenizer, fuzz, load
 from directory.chunks import pack_tokens
-from gateway.encoding.cuts import LETTERS, RULES, CutRule, CutRules, pieces_by_content
+from gateway.encoding.cuts import LETTERS, RULES, CutRule, CutRules, Cutter
 from gateway.encoding.examination import examine, proven_depth
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Family, Prefix, Unsupported, read_pipeline
@@ -41,24 +41,24 @@ def tokenizer() -> Tokenizer:
 def test_a_thousand_texts_cut_everywhere_have_the_ids_of_the_whole_ones(tokenizer: Tokenizer) -> None:
     report = fuzz(tokenizer, 1000, seed=1)
     assert (report.backend, report.texts) == ("fastokens", 1000)
-    assert report.pieces > 20 * report.texts
+    assert report.cuts > 20 * report.texts
     assert report.mismatches == []
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_family_has_the_ids_of_the_whole_texts(name: str) -> None:
     report = fuzz(loaded(PIPELINES[name]()), FAMILY_TEXTS, seed=2)
-    assert report.pieces > 2 * report.texts
+    assert report.cuts > report.texts / 2
     assert report.mismatches == []
 
 
 WRONG: dict[str, tuple[str, CutRules]] = {
-    "any line, gpt2": ("gpt2", replace(RULES[Family.GPT2], coarse=(CutRule(LINE, 1),))),
-    "before paragraphs, cl100k": ("cl100k", CutRules((CutRule(PARAGRAPH, 0),))),
-    "before a slash, o200k": ("o200k", CutRules((CutRule(re.compile("\n(?=/)"), 1),))),
-    "in words, deepseek": ("deepseek", CutRules((CutRule(re.compile("e(?=[a-z])"), 1),))),
-    "any word, sentencepiece": ("gemma", CutRules((CutRule(re.compile(" (?=[A-Za-z])"), 0, LETTERS),))),
-    "after the space, cl100k": ("cl100k", CutRules((CutRule(re.compile(" (?=[A-Za-z])"), 1, LETTERS),))),
+    "any line, gpt2": ("gpt2", CutRules((CutRule(LINE, 1, 64),))),
+    "before paragraphs, cl100k": ("cl100k", CutRules((CutRule(PARAGRAPH, 0, 256),))),
+    "before a slash, o200k": ("o200k", CutRules((CutRule(re.compile("\n(?=/)"), 1, 64),))),
+    "in words, deepseek": ("deepseek", CutRules((CutRule(re.compile("e(?=[a-z])"), 1, 8),))),
+    "any word, sentencepiece": ("gemma", CutRules((CutRule(re.compile(" (?=[A-Za-z])"), 0, 8, LETTERS),))),
+    "after the space, cl100k": ("cl100k", CutRules((CutRule(re.compile(" (?=[A-Za-z])"), 1, 8, LETTERS),))),
 }
 
 
@@ -97,20 +97,21 @@ def test_of_nested_tokens_the_longest_splits() -> None:
 
 def test_only_what_is_new_is_encoded(tokenizer: Tokenizer) -> None:
     encoder = tokenizer.encoder(2**24)
-    lines = [f"Line {number} of the document says something that no other line says." for number in range(200)]
-    document = "\n\n".join("\n".join(lines[start : start + 5]) for start in range(0, 200, 5))
+    lines = [f"Line {number} of the document says something that no other line says." for number in range(600)]
+    document = "\n\n".join("\n".join(lines[start : start + 5]) for start in range(0, 600, 5))
     first = f"<|im_start|>user\nRead this.\n\n{document}<|im_end|>\n"
-    assert encoder.look_up(first).missing_chars > len(document) * 0.9
+    assert encoder.look_up(first).missing_chars[False] > len(document) * 0.9
     encoder.encode(first)
-    assert encoder.look_up(first).missing_chars == 0
+    assert encoder.look_up(first).missing_chars[False] == 0
     elsewhere = f"<|im_start|>user\nAnother question about it:\n\n{document}\n\nIs it so?<|im_end|>\n"
-    assert encoder.look_up(elsewhere).missing_chars < 1000
+    assert encoder.look_up(elsewhere).missing_chars[False] < len(document) / 4
     assert encoder.encode(elsewhere) == tokenizer.reference.encode(elsewhere)
 
 
 class CountingBackend:
     name: ClassVar[str] = "counting"
     inline_chars_max: ClassVar[int] = 4_000
+    piece_chars: ClassVar[int] = 256
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -125,7 +126,7 @@ class CountingBackend:
 
 def test_all_that_is_missing_goes_in_one_batch_each_piece_once(tokenizer: Tokenizer) -> None:
     backend = CountingBackend()
-    encoder = PieceEncoder(tokenizer.pipeline, tokenizer.rules, backend, backend, 2**20, uncut_chars_max=10)
+    encoder = PieceEncoder(tokenizer.pipeline, Cutter(CutRules(), 10), backend, backend, 2**20)
     encoder.depth = Depth.PIECES
     text = "<|im_start|>user\nhello<|im_end|>\n" * 5
     encoder.encode(text)
@@ -139,14 +140,15 @@ def test_what_is_in_flight_while_all_is_forgotten_is_not_kept(tokenizer: Tokeniz
     partial = encoder.look_up("some words")
     encoder.flush()
     assert encoder.join(partial, encoder.encode_missing(partial), False) == tokenizer.reference.encode("some words")
-    assert encoder.look_up("some words").missing_chars > 0
+    assert encoder.look_up("some words").missing_chars[False] > 0
 
 
 def test_pieces_depend_on_their_text_alone() -> None:
-    document = "A first line. And more words here\nanother line\n\nA paragraph. " * 60
-    rules = RULES[Family.CL100K]
-    alone, amid = pieces_by_content(document, rules), pieces_by_content(f"Before it.\n\n{document}\n\nAfter it.", rules)
+    document = "\n\n".join(f"Paragraph {number}. And words\nin another line" for number in range(200))
+    cutter = Cutter(RULES[Family.CL100K], 64)
+    alone, amid = cutter.pieces(document), cutter.pieces(f"Before it.\n\n{document}\n\nAfter it.")
     assert len(alone) > 20
+    assert "".join(alone) == document
     assert len(set(alone) - set(amid)) <= 2
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bench.encoding.fuzz import Tokenizer, load
 from directory.chunks import pack_tokens
+from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
 from gateway.encoding.encoder import Encoder
 from gateway.encoding.examiner import examine_apart
@@ -31,6 +32,7 @@ class ByteBackend:
 
     name: ClassVar[str] = "bytes"
     inline_chars_max: ClassVar[int] = 100
+    piece_chars: ClassVar[int] = 256
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -68,10 +70,10 @@ class Mismatches:
 def pieces_of(
     tokenizer: Tokenizer, backend: ByteBackend, pool: EncodePool, check: SelfCheck | None = None
 ) -> tuple[CachedPieces, PieceEncoder]:
-    encoder = PieceEncoder(tokenizer.pipeline, tokenizer.rules, backend, backend, 2**20)
+    encoder = PieceEncoder(tokenizer.pipeline, Cutter(tokenizer.rules, 256), backend, backend, 2**20)
     encoder.depth = Depth.PIECES
     check = check or SelfCheck(pool, Mismatches(), draw=lambda: 1.0)
-    return CachedPieces(encoder, backend, pool, check), encoder
+    return CachedPieces(encoder, backend, backend, pool, check), encoder
 
 
 async def test_a_loaded_tokenizer_gives_the_references_ids_and_is_quick_at_once(

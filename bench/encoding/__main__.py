@@ -1,0 +1,104 @@
+"""What encoding costs, beside plain Hugging Face `tokenizers`, and the fuzz that compares their ids.
+
+    python -m bench.encoding [--quick] [--json] [--families llama3_1 gemma3]
+    python -m bench.encoding --fuzz [--texts 20000] [--seed 1]
+
+The tokenizers are installed by `make test-encoding`. Costs are CPU time of this process, threads included; plain and
+ours take turns, and every result's ids are compared. Never-seen text is compared with the gateway's backend alone.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from bench.encoding.costs import Cost, Setting, measure
+from bench.encoding.fuzz import fuzz, load
+from bench.encoding.residue import Lag, Memory, measure_lag, measure_memory
+from bench.encoding.tokenizer_packages import FAMILIES, InstallationError, tokenizer_json
+
+FULL, QUICK = Setting(32_768, 9), Setting(4_096, 2)
+MEMORY_TOKENS, QUICK_MEMORY_TOKENS = 5_000_000, 100_000
+LAG_PROMPTS, LAG_TOKENS, QUICK_LAG_PROMPTS, QUICK_LAG_TOKENS = 60, 100_000, 4, 10_000
+MISMATCHES_SHOWN = 3
+
+
+def main() -> int:
+    options = _options()
+    try:
+        return _fuzz(options) if options.fuzz else _measure(options)
+    except InstallationError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _fuzz(options: argparse.Namespace) -> int:
+    """Not zero where ids differ."""
+    reports = []
+    for family in options.families:
+        report = fuzz(load(family, tokenizer_json(family)), options.texts, options.seed)
+        reports.append(report)
+        if not options.json:
+            row = f"{report.tokenizer:12} {report.backend:11} {report.texts:8} texts {report.cuts:9} cuts"
+            print(f"{row} {len(report.mismatches)} mismatches", flush=True)
+            for text in report.mismatches[:MISMATCHES_SHOWN]:
+                print(f"    {text!r}")
+    if options.json:
+        print(json.dumps([asdict(report) for report in reports], indent=1))
+    return 1 if any(report.mismatches for report in reports) else 0
+
+
+def _measure(options: argparse.Namespace) -> int:
+    costs: list[Cost] = []
+    memories: list[Memory] = []
+    lags: list[Lag] = []
+    setting = QUICK if options.quick else FULL
+    for family in options.families:
+        content = tokenizer_json(family)
+        tokenizer = load(family, content)
+        costs += measure(tokenizer, content.decode(), setting)
+        memories.append(measure_memory(tokenizer, QUICK_MEMORY_TOKENS if options.quick else MEMORY_TOKENS))
+        prompts, tokens = (QUICK_LAG_PROMPTS, QUICK_LAG_TOKENS) if options.quick else (LAG_PROMPTS, LAG_TOKENS)
+        lags.append(asyncio.run(measure_lag(tokenizer, prompts, tokens)))
+        if not options.json:
+            _show([cost for cost in costs if cost.tokenizer == family], memories[-1], lags[-1])
+    if options.json:
+        rows = [asdict(cost) | {"times_cheaper": cost.times_cheaper} for cost in costs]
+        report = {
+            "costs": rows,
+            "memory": [asdict(memory) for memory in memories],
+            "lag": [asdict(lag) for lag in lags],
+        }
+        print(json.dumps(report, indent=1))
+    return 0
+
+
+def _show(costs: Sequence[Cost], memory: Memory, lag: Lag) -> None:
+    for cost in costs:
+        figures = f"{cost.tokens:6} tokens  plain {cost.plain_ms:7.2f} ms  ours {cost.ours_ms:6.2f} ms"
+        print(
+            f"{cost.tokenizer:12} {cost.backend:11} {cost.workload:45} {figures}  x{cost.times_cheaper:.2f}", flush=True
+        )
+    gained, budget = memory.gained_bytes / 2**20, memory.budget_bytes / 2**20
+    print(f"    {memory.tokens:,} fresh tokens: {gained:.0f} MiB more resident, of a budget of {budget:.0f}")
+    late = (
+        f"p50 {lag.p50_ms:.1f}, p99 {lag.p99_ms:.1f}, at most {lag.longest_ms:.1f} ms (idle: p99 {lag.idle_p99_ms:.1f})"
+    )
+    print(f"    {lag.prompts} prompts of {lag.prompt_tokens:,} tokens: the event loop was late by {late}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--quick", action="store_true", help="short prompts, few rounds: that it runs at all")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--fuzz", action="store_true", help="compare ids instead of measuring")
+    parser.add_argument("--texts", type=int, default=20_000, help="texts a family")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

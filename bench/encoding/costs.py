@@ -1,0 +1,153 @@
+"""What requests cost in CPU time of this process, threads included: encoded plainly, and as the gateway does it."""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import tokenizers
+
+from bench.encoding.fuzz import Tokenizer
+from bench.encoding.workloads import Writer, conversation, questions, template_of
+from directory.chunks import chunk_keys
+from gateway.encoding.encoder import CACHE_BYTES_MAX
+from gateway.encoding.render import ReferenceRenderer
+
+TURNS = 20
+DOCUMENTS = 12
+ROOT = bytes(32)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A workload's CPU ms a request: encoded plainly (render and keys too, where the gateway's have them), and ours."""
+
+    tokenizer: str
+    backend: str
+    workload: str
+    tokens: int
+    plain_ms: float
+    ours_ms: float
+
+    @property
+    def times_cheaper(self) -> float:
+        """How many times cheaper ours is."""
+        return self.plain_ms / self.ours_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How much is measured: tokens in a prompt, and rounds of each workload."""
+
+    prompt_tokens: int
+    rounds: int
+
+
+def measure(tokenizer: Tokenizer, content: str, setting: Setting) -> list[Cost]:
+    """All workloads of one tokenizer. Raises `AssertionError` where ids differ from the plain ones."""
+    plain = tokenizers.Tokenizer.from_str(content)
+    writer = Writer(random.Random(1))
+    sample = writer.text(40_000)
+    token_chars = len(sample) / len(plain.encode(sample, add_special_tokens=False).ids)
+    meter = _Meter(tokenizer, plain, ReferenceRenderer(template_of(tokenizer.name), {}), setting, token_chars)
+    # Collections of garbage would fall on whoever runs when they are due.
+    gc.collect()
+    gc.disable()
+    try:
+        return [
+            meter.identical(writer),
+            meter.last_turn(writer),
+            meter.shuffled_documents(writer),
+            meter.never_seen(writer),
+        ]
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class _Meter:
+    tokenizer: Tokenizer
+    plain: tokenizers.Tokenizer
+    renderer: ReferenceRenderer
+    setting: Setting
+    token_chars: float
+
+    def identical(self, writer: Writer) -> Cost:
+        """The same prompt again."""
+        text = writer.text(int(self.setting.prompt_tokens * self.token_chars))
+        encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
+        encoder.encode(text)
+        # Each request's text is an object of its own, whose hash isn't known yet.
+        copies = [text.encode().decode() for _ in range(self.setting.rounds)]
+        return self._cost("identical prompt", [self._both(partial(str, copy), encoder.encode) for copy in copies])
+
+    def last_turn(self, writer: Writer) -> Cost:
+        """The twentieth turn, with render and keys; what an earlier turn had was seen."""
+        pairs = []
+        for _ in range(self.setting.rounds):
+            encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
+            turn_chars = int((self.setting.prompt_tokens * self.token_chars - 1500) / TURNS)
+            *earlier, last = conversation(writer, TURNS, turn_chars)
+            for messages in earlier:
+                encoder.encode(self._rendered(messages))
+            pairs.append(self._both(partial(self._rendered, last), encoder.encode, with_keys=True))
+        return self._cost("20th turn, with render and keys", pairs)
+
+    def shuffled_documents(self, writer: Writer) -> Cost:
+        """Twelve documents in an order of their own for each request."""
+        document_chars = int(self.setting.prompt_tokens * self.token_chars / DOCUMENTS)
+        documents = [writer.text(document_chars) for _ in range(DOCUMENTS)]
+        encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
+        first, *later = [self._rendered(each) for each in questions(writer, documents, 1 + self.setting.rounds)]
+        encoder.encode(first)
+        return self._cost("shuffled documents", [self._both(partial(str, text), encoder.encode) for text in later])
+
+    def never_seen(self, writer: Writer) -> Cost:
+        """Text that nobody has seen, against the backend alone: what looking up costs where it is in vain."""
+        encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
+        rows = []
+        for number in range(self.setting.rounds):
+            # The backend remembers words itself, so each has texts of its own, of one kind; and they take turns.
+            ours, theirs = (writer.text(int(self.setting.prompt_tokens * self.token_chars)) for _ in range(2))
+            steps = [partial(self.tokenizer.rest.encode, theirs), partial(encoder.encode, ours)]
+            results = [_timed(step) for step in (steps if number % 2 else reversed(steps))]
+            (alone, alone_ms), (ids, ours_ms) = results if number % 2 else reversed(results)
+            per_token = len(alone) / len(ids)
+            rows.append((len(ids) // 4, alone_ms / per_token, ours_ms))
+        return self._cost("never-seen text, against the backend alone", rows)
+
+    def _both(
+        self, text_of: Callable[[], str], encode: Callable[[str], bytes], with_keys: bool = False
+    ) -> tuple[int, float, float]:
+        def ours() -> bytes:
+            ids = encode(text_of())
+            if with_keys:
+                chunk_keys(ROOT, ids)
+            return ids
+
+        def plainly() -> list[int]:
+            ids: list[int] = self.plain.encode(text_of(), add_special_tokens=False).ids
+            return ids
+
+        expected, plain_ms = _timed(plainly)
+        ids, ours_ms = _timed(ours)
+        assert list(memoryview(ids).cast("I")) == expected, "ids differ"
+        return len(expected), plain_ms, ours_ms
+
+    def _rendered(self, messages: Sequence[dict[str, str]]) -> str:
+        return self.renderer.render({"messages": messages})
+
+    def _cost(self, workload: str, rows: Sequence[tuple[int, float, float]]) -> Cost:
+        tokens, plain_ms, ours_ms = (statistics.median(column) for column in zip(*rows, strict=True))
+        return Cost(self.tokenizer.name, self.tokenizer.rest.name, workload, int(tokens), plain_ms, ours_ms)
+
+
+def _timed(step: Callable[[], Result]) -> tuple[Result, float]:
+    started = time.process_time()
+    result = step()
+    return result, (time.process_time() - started) * 1e3
