@@ -131,16 +131,11 @@ class RedisDirectory:
         replies = await self._at_homes(self._read_table)
         elapsed_s = self._clock() - sent_at
         rows: list[Row] = []
-        other_version: str | None = None
         with map_redis_errors():
-            for (seconds, microseconds), fields, versions in replies:
+            for (seconds, microseconds), fields in replies:
                 rows += rows_of(_paired(fields), int(seconds) * 1000 + int(microseconds) // 1000)
-                other_version = other_version or newer_version(_paired(versions), schema.VERSION)
-        if other_version and not rows:
-            raise SchemaMismatch(
-                f"the fleet on this server registers under schema {other_version}, "
-                f"and this reader knows {schema.VERSION} only"
-            )
+        if not rows:
+            await self._check_versions()
         return _united(await self._readable(rows, elapsed_s))
 
     async def register(
@@ -266,8 +261,21 @@ class RedisDirectory:
                 _logger.warning("the fleet's table is kept twice again")
 
     async def _read_table(self, home: int) -> list[Any]:
-        table, versions = self._keys.registrations(home), self._keys.versions(home)
-        return await self._connections.read_together(home, ("TIME",), ("HGETALL", table), ("HGETALL", versions))
+        """One key only: of several, some may be elsewhere while their slot moves, and would look empty."""
+        return await self._connections.read_together(home, ("TIME",), ("HGETALL", self._keys.registrations(home)))
+
+    async def _check_versions(self) -> None:
+        """Raise `SchemaMismatch` where a fleet of another version registered after the last one of this."""
+        replies = await self._at_homes(
+            lambda home: self._connections.read_together(home, ("HGETALL", self._keys.versions(home)))
+        )
+        with map_redis_errors():
+            newer = [newer_version(_paired(versions), schema.VERSION) for (versions,) in replies]
+        for version in filter(None, newer):
+            raise SchemaMismatch(
+                f"the fleet on this server registers under schema {version}, "
+                f"and this reader knows {schema.VERSION} only"
+            )
 
     async def _call_on_table(self, home: int, name: str, args: Sequence[bytes | str | int]) -> Any:
         return await self._call_function(home, name, (self._keys.registrations(home),), args)

