@@ -39,7 +39,7 @@ from gateway.encoding.pipeline import Family, Pipeline, Prefix
 
 LONG = 4
 """What is longer than so many times the aim is cut, or cut again at a finer kind of place."""
-STRETCH_CHARS = 2048
+STRETCH_CHARS = 1024
 """Aimed at for stretches of whole prompts."""
 SEEN_CHARS = 8
 """Characters behind a place that decide whether it is used."""
