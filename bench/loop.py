@@ -22,7 +22,7 @@ from typing import Any
 
 from prometheus_client import generate_latest
 
-from bench.tiers import header_of, key_of, no_wait, resident_bytes
+from bench.tiers.samples import header_of, key_of, no_wait, resident_bytes
 from directory.interface import Batch
 from directory.members import TERM_S, HostRegistration, Load, Registration, Renewal
 from directory.tiers import Tier

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from bench.loop import WillingDirectory
-from bench.tiers import key_of, no_wait, resident_bytes
+from bench.tiers.samples import key_of, no_wait, resident_bytes
 from directory.members import HostRegistration, Load
 from directory.tiers import Tier
 from nodeagent.inventory import Inventory

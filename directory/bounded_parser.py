@@ -17,7 +17,7 @@ ELEMENTS_DIGITS_MAX = 6
 """A list in a reply has fewer than a million elements: rows of the fleet's table, records of a lookup."""
 
 REPLY_BYTES_MAX = 256 << 20
-"""Bytes read of one reply: a thousand records of 10,000 holders are 90 MB."""
+"""Bytes read of the replies to one call: a thousand records of 10,000 holders are 90 MB."""
 
 SAID_NOTHING = "the server ended the connection before it said anything, as one does that expects TLS (rediss://)"
 _TLS_ALERT = b"\x15\x03"
@@ -39,14 +39,13 @@ class BoundedParser(_AsyncHiredisParser):
     def on_connect(self, connection: Any) -> None:
         """Begin with a new connection's first reply."""
         super().on_connect(connection)  # type: ignore[no-untyped-call]
-        self._reply_bytes = 0
+        self.begin()
         self._before = b"\n"
         self._has_heard = False
 
-    async def read_response(self, *args: Any, **options: Any) -> Any:
-        """The next reply."""
+    def begin(self) -> None:
+        """Count anew: what is read from here on answers another call, be it by one reply or several."""
         self._reply_bytes = 0
-        return await super().read_response(*args, **options)
 
     async def read_from_socket(self) -> bool:
         """Read what has come and hand it to hiredis, unless it goes beyond the bounds."""
@@ -57,7 +56,7 @@ class BoundedParser(_AsyncHiredisParser):
         self._has_heard = True
         self._reply_bytes += len(came)
         if self._reply_bytes > REPLY_BYTES_MAX:
-            raise InvalidResponse(f"a reply is longer than {REPLY_BYTES_MAX} bytes")
+            raise InvalidResponse(f"the reply to a call is longer than {REPLY_BYTES_MAX} bytes")
         if _TOO_MANY.search(self._before + came[:_HEAD_BYTES]) or _TOO_MANY.search(came):
             raise InvalidResponse(f"a reply announces a list of 10**{ELEMENTS_DIGITS_MAX} elements or more")
         self._before = (self._before + came[-_HEAD_BYTES:])[-_HEAD_BYTES:]

@@ -75,7 +75,6 @@ local OF_A_BATCH = {
 local OF_A_REGISTRATION = {LIFE, JSON, JSON, TERM, REMEMBERED, VERSION}
 local OF_A_RENEWAL = {LIFE, JSON, TERM, REMEMBERED}
 local OF_AN_END = {LIFE, REMEMBERED}
-local OF_A_POLL = {REMEMBERED, VERSION}
 
 local function fault_of_batch(keys, args)
   local fault = fault_of(keys, 1, 1 + STATES_MAX, args, OF_A_BATCH)
@@ -338,48 +337,9 @@ local function retire(keys, args)
   return 1
 end
 
--- The version that registered somebody after this one last did, or ''.
-local function newer_version(versions_key, version)
-  local flat, latest_ms, latest = redis.call('HGETALL', versions_key), 0, version
-  for index = 1, #flat, 2 do
-    local registered_ms = tonumber(flat[index + 1]) or 0
-    if registered_ms > latest_ms or (registered_ms == latest_ms and flat[index] == version) then
-      latest_ms, latest = registered_ms, flat[index]
-    end
-  end
-  return latest == version and '' or latest
-end
-
--- keys: the table, the versions. args: how long rows are remembered in ms, the schema's version.
--- Returns {another version, rows}: the version only where the table is empty and that one registered somebody later;
--- a row is {incarnation, registration, load, ms left (negative: lapsed), retired 0 or 1}.
-local function members(keys, args)
-  local fault = fault_of(keys, 2, 2, args, OF_A_POLL)
-  if fault then
-    return fault
-  end
-  local now, fields, rows = now_ms(), {}, {}
-  local flat = redis.call('HGETALL', keys[1])
-  for index = 1, #flat, 2 do
-    fields[flat[index]] = flat[index + 1]
-  end
-  for field, packed in pairs(fields) do
-    if #field == INCARNATION_BYTES + 1 and string.sub(field, 1, 1) == 't' then
-      local expires_ms, retired_ms = times_of(packed, now, tonumber(args[1]))
-      if expires_ms then
-        local incarnation = string.sub(field, 2)
-        local registration, load = fields['r' .. incarnation] or '', fields['l' .. incarnation] or ''
-        rows[#rows + 1] = {incarnation, registration, load, expires_ms - now, retired_ms > 0 and 1 or 0}
-      end
-    end
-  end
-  return {#rows == 0 and newer_version(keys[2], args[2]) or '', rows}
-end
-
 -- What must work when the server is out of memory is marked allow-oom: only new placements are refused then.
 redis.register_function{function_name = 'wr_v1_place', callback = place}
 redis.register_function{function_name = 'wr_v1_withdraw', callback = withdraw, flags = {'allow-oom'}}
 redis.register_function{function_name = 'wr_v1_register', callback = register, flags = {'allow-oom'}}
 redis.register_function{function_name = 'wr_v1_renew', callback = renew, flags = {'allow-oom'}}
 redis.register_function{function_name = 'wr_v1_retire', callback = retire, flags = {'allow-oom'}}
-redis.register_function{function_name = 'wr_v1_members', callback = members, flags = {'no-writes', 'allow-oom'}}

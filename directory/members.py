@@ -33,6 +33,9 @@ DECODED_MAX = 32_768
 TEXT_CHARS_MAX = 4096
 NUMBER_MAX = 10**19
 """Bounds on what a row of the table may say."""
+PEERS_REPORTED_MAX = 64
+PEER_ADDRESS_CHARS_MAX = 263
+"""Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
 
 
 def draw_incarnation() -> bytes:
@@ -42,10 +45,14 @@ def draw_incarnation() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HostRegistration:
-    """One machine with one agent. `agent_url` serves tokenizer files, metrics and health."""
+    """One machine with one agent. `agent_url` serves tokenizer files, metrics and health.
+
+    `peer_address` (`host:port`) is where other hosts' agents fetch its chunks; `None` where they can't.
+    """
 
     host: str
     agent_url: str
+    peer_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,9 @@ class Load:
     """What an incarnation reports with each renewal: the account of its tiers, and the rates it has observed.
 
     `is_directory_full`: its placements are refused, because the directory's server has no memory left.
+
+    `peer_bytes_per_s`, of a host: how fast chunks came from other hosts' agents, by their `peer_address`. At most
+    `PEERS_REPORTED_MAX` of them; a peer that isn't named wasn't measured lately.
     """
 
     rates: Rates | None = None
@@ -96,6 +106,7 @@ class Load:
     running: int = 0
     waiting: int = 0
     is_directory_full: bool = False
+    peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,8 @@ def _decoded_registration(data: bytes) -> Registration:
         role = row.pop("role")
         if role == "host":
             _require_text(row, "host", "agent_url")
+            if row.get("peer_address") is not None:
+                _text(row["peer_address"], "peer_address", PEER_ADDRESS_CHARS_MAX)
             return HostRegistration(**_known_fields(HostRegistration, row))
         if role != "engine":
             raise UnreadableMember(f"unknown role {role!r}")
@@ -166,7 +179,7 @@ def encode_load(load: Load) -> bytes:
         "bytes_per_s": {int(tier): value for tier, value in load.rates.bytes_per_s.items()},
         "fixed_s": {int(tier): value for tier, value in load.rates.fixed_s.items()},
     }
-    row = {
+    row: dict[str, Any] = {
         "rates": rates,
         "used": {int(tier): value for tier, value in load.tier_bytes_used.items()},
         "limit": {int(tier): value for tier, value in load.tier_bytes_limit.items()},
@@ -175,6 +188,8 @@ def encode_load(load: Load) -> bytes:
     }
     if load.is_directory_full:
         row["directory_full"] = True
+    if load.peer_bytes_per_s:
+        row["peers"] = dict(load.peer_bytes_per_s)
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -192,6 +207,7 @@ def decode_load(data: bytes) -> Load:
             running=_number(row["running"]),
             waiting=_number(row["waiting"]),
             is_directory_full=row.get("directory_full") is True,
+            peer_bytes_per_s=_peers(row.get("peers", {})),
         )
     except KeyError as error:
         raise UnreadableMember(f"a load report lacks the field {error}") from error
@@ -227,12 +243,12 @@ def _require_text(row: Mapping[str, Any], *names: str) -> None:
         _text(row[name], name)
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: Any, name: str, chars_max: int = TEXT_CHARS_MAX) -> str:
     """`value`, if it can stand in a header, a log line and a URL: others may write anything into the table."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a text, not {value!r}")
-    if len(value) > TEXT_CHARS_MAX or not value.isprintable():
-        raise ValueError(f"{name} must be at most {TEXT_CHARS_MAX} printable characters")
+    if len(value) > chars_max or not value.isprintable():
+        raise ValueError(f"{name} must be at most {chars_max} printable characters")
     return value
 
 
@@ -259,3 +275,9 @@ def _known_fields(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tiers(row: Mapping[str, Any], above: float | None = None) -> dict[Tier, Any]:
     return {Tier(int(bit)): _number(value, above) for bit, value in row.items()}
+
+
+def _peers(row: Mapping[str, Any]) -> dict[str, float]:
+    if len(row) > PEERS_REPORTED_MAX:
+        raise ValueError(f"more than {PEERS_REPORTED_MAX} peers")
+    return {_text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, above=0) for address, value in row.items()}

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 from directory import redis_schema as schema
@@ -21,6 +22,7 @@ from directory.errors import (
     RegistrationRefused,
     SchemaMismatch,
 )
+from directory.fleet_table import Row, newer_version, rows_of
 from directory.interface import Batch, Lookup
 from directory.members import (
     TERM_S,
@@ -35,7 +37,7 @@ from directory.members import (
     encode_registration,
 )
 from directory.placements import PARTITIONS, partition_of
-from directory.redis_connections import Answer, Connections, Shard
+from directory.redis_connections import Connections, Reading, Shard
 from directory.redis_errors import map_redis_errors
 from directory.redis_node import CALL_TIMEOUT_S, CONNECTIONS_MAX
 from directory.server_url import check_server_url
@@ -71,6 +73,8 @@ class RedisDirectory:
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unreadable: set[bytes] = set()
+        self._loads: dict[bytes, Load] = {}
+        """The last table's, decoded: most of them are as they were half a second ago."""
         self._failing_homes: frozenset[int] = frozenset()
 
     @classmethod
@@ -124,23 +128,15 @@ class RedisDirectory:
     async def members(self) -> tuple[Member, ...]:
         """See `DirectoryReader`. Raises `SchemaMismatch` where only a newer version's fleet is registered."""
         sent_at = self._clock()
-        args = (schema.REMEMBERED_MS, schema.VERSION)
-        replies = await self._at_homes(schema.MEMBERS, args, with_versions=True, verb="FCALL_RO")
+        replies = await self._at_homes(self._read_table)
         elapsed_s = self._clock() - sent_at
-        other_version: bytes | None = None
-        rows: list[Any] = []
+        rows: list[Row] = []
         with map_redis_errors():
-            for version, found in replies:
-                if not isinstance(version, bytes | None):
-                    raise TypeError("no version")
-                other_version = other_version or version
-                rows += found
-            if other_version and not rows:
-                raise SchemaMismatch(
-                    f"the fleet on this server registers under schema {other_version.decode(errors='replace')}, "
-                    f"and this reader knows {schema.VERSION} only"
-                )
-            return _united(await self._readable(rows, elapsed_s))
+            for (seconds, microseconds), fields in replies:
+                rows += rows_of(_paired(fields), int(seconds) * 1000 + int(microseconds) // 1000)
+        if not rows:
+            await self._check_versions()
+        return _united(await self._readable(rows, elapsed_s))
 
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
@@ -148,13 +144,18 @@ class RedisDirectory:
         """See `DirectoryWriter`. Where the table is kept twice, one home is enough, and refused in one is refused."""
         row = (incarnation, encode_registration(registration), encode_load(load))
         terms = (_ms(term_s), schema.REMEMBERED_MS, schema.VERSION)
-        if not all(await self._at_homes(schema.REGISTER, row + terms, with_versions=True)):
+
+        def register(home: int) -> Coroutine[Any, Any, Any]:
+            keys = (self._keys.registrations(home), self._keys.versions(home))
+            return self._call_function(home, schema.REGISTER, keys, row + terms)
+
+        if not all(await self._at_homes(register)):
             raise RegistrationRefused(f"incarnation {incarnation.hex()} is taken")
 
     async def renew(self, incarnation: bytes, load: Load, term_s: float = TERM_S) -> Renewal:
         """See `DirectoryWriter`. Unknown in one of the table's homes is unknown: that server lost what it held."""
         args = (incarnation, encode_load(load), _ms(term_s), schema.REMEMBERED_MS)
-        replies = await self._at_homes(schema.RENEW, args)
+        replies = await self._at_homes(lambda home: self._call_on_table(home, schema.RENEW, args))
         with map_redis_errors():
             renewals = [Renewal(known=bool(known), lapsed_s=lapsed_ms / 1000) for known, lapsed_ms in replies]
             # It was believed as long as one of them had it.
@@ -162,7 +163,8 @@ class RedisDirectory:
 
     async def retire(self, incarnation: bytes) -> None:
         """See `DirectoryWriter`."""
-        await self._at_homes(schema.RETIRE, (incarnation, schema.REMEMBERED_MS))
+        args = (incarnation, schema.REMEMBERED_MS)
+        await self._at_homes(lambda home: self._call_on_table(home, schema.RETIRE, args))
 
     async def place(self, batch: Batch) -> int:
         """See `DirectoryWriter`."""
@@ -219,31 +221,27 @@ class RedisDirectory:
             shards = await self._within(self._connections.find_shards(), ends_at - now())
         reads = {}
         for groups in _divided(keys, shards):
-            names = [self._keys.records(keys[place] for place in group) for group in groups]
+            names = [self._keys.records(map(keys.__getitem__, group)) for group in groups]
             reads[self._begin(self._connections.read(names, partition_of(keys[groups[0][0]])))] = groups
         await asyncio.wait(reads, timeout=max(0.0, ends_at - now()))
         records: list[bytes | None] = [None] * len(keys)
         errors: list[Exception] = []
         for task, groups in reads.items():
-            places = [place for group in groups for place in group]
-            for place, answer in zip(places, _answers_of(task, len(places), ends_at - began_at), strict=True):
-                if isinstance(answer, Exception):
-                    errors.append(answer)
-                else:
-                    records[place] = answer or b""
-        if len(errors) == len(keys):
+            reading = _reading_of(task, sum(map(len, groups)), ends_at - began_at)
+            errors += reading.errors
+            if len(reading.records) == len(keys) and len(groups) == 1:
+                records = reading.records
+            else:
+                for place, record in zip(chain.from_iterable(groups), reading.records, strict=True):
+                    records[place] = record
+        if records.count(None) == len(keys):
             _raise_for(errors[0], asked_all=len(reads) == len(shards))
         return records
 
-    async def _at_homes(
-        self, function: str, args: Sequence[bytes | str | int], with_versions: bool = False, verb: str = "FCALL"
-    ) -> list[Any]:
-        """What the homes of the fleet's table that answer say of a function; raises where none does."""
+    async def _at_homes(self, call: Callable[[int], Coroutine[Any, Any, Any]]) -> list[Any]:
+        """What the homes of the fleet's table that answer say to a call; raises where none does."""
         homes = self._connections.table_homes
-        calls = []
-        for home in homes:
-            keys = (self._keys.registrations(home), *((self._keys.versions(home),) if with_versions else ()))
-            calls.append(self._begin(self._call_function(home, function, keys, args, verb)))
+        calls = [self._begin(call(home)) for home in homes]
         await asyncio.wait(calls, timeout=CALL_TIMEOUT_S)
         name_of = self._connections.name_of
         outcomes = [_outcome_of(call, CALL_TIMEOUT_S, name_of(home)) for home, call in zip(homes, calls, strict=True)]
@@ -262,15 +260,30 @@ class RedisDirectory:
             if not failed:
                 _logger.warning("the fleet's table is kept twice again")
 
+    async def _read_table(self, home: int) -> list[Any]:
+        """One key only: of several, some may be elsewhere while their slot moves, and would look empty."""
+        return await self._connections.read_together(home, ("TIME",), ("HGETALL", self._keys.registrations(home)))
+
+    async def _check_versions(self) -> None:
+        """Raise `SchemaMismatch` where a fleet of another version registered after the last one of this."""
+        replies = await self._at_homes(
+            lambda home: self._connections.read_together(home, ("HGETALL", self._keys.versions(home)))
+        )
+        with map_redis_errors():
+            newer = [newer_version(_paired(versions), schema.VERSION) for (versions,) in replies]
+        for version in filter(None, newer):
+            raise SchemaMismatch(
+                f"the fleet on this server registers under schema {version}, "
+                f"and this reader knows {schema.VERSION} only"
+            )
+
+    async def _call_on_table(self, home: int, name: str, args: Sequence[bytes | str | int]) -> Any:
+        return await self._call_function(home, name, (self._keys.registrations(home),), args)
+
     async def _call_function(
-        self,
-        partition: int,
-        name: str,
-        keys: Sequence[bytes],
-        args: Sequence[bytes | str | int],
-        verb: str = "FCALL",
+        self, partition: int, name: str, keys: Sequence[bytes], args: Sequence[bytes | str | int]
     ) -> Any:
-        return await self._connections.call_function(partition, verb, name, len(keys), *keys, *args)
+        return await self._connections.call_function(partition, "FCALL", name, len(keys), *keys, *args)
 
     async def _within(self, call: Coroutine[Any, Any, _T], wait_s: float = CALL_TIMEOUT_S, of: int | None = None) -> _T:
         """The result of a call, or `DirectoryUnavailable` after `wait_s`; the call itself goes on to its own bound.
@@ -296,26 +309,37 @@ class RedisDirectory:
         if not task.cancelled():
             task.exception()  # Seen by the caller, or by nobody any more: then asyncio must not report it.
 
-    async def _readable(self, rows: Sequence[Any], elapsed_s: float) -> tuple[Member, ...]:
+    async def _readable(self, rows: Sequence[Row], elapsed_s: float) -> tuple[Member, ...]:
         """The rows that can be read, counted down from when the poll was sent; others are said once and left out.
 
         A load that can't be read costs its rates only: the engine itself may serve. Lookups go on meanwhile.
         """
         members, unreadable = [], set()
-        for number, (incarnation, registration, load, remaining_ms, retired) in enumerate(rows, 1):
+        loads: dict[bytes, Load] = {}
+        for number, row in enumerate(rows, 1):
             if number % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             try:
-                decoded = decode_registration(registration)
-                remaining_s = remaining_ms / 1000 - elapsed_s
-                members.append(Member(incarnation, decoded, Load(), remaining_s, bool(retired)))
-                members[-1] = replace(members[-1], load=decode_load(load))
+                registration = decode_registration(row.registration)
+                remaining_s = row.remaining_ms / 1000 - elapsed_s
+                load = loads.get(row.load, self._loads.get(row.load))
+                members.append(Member(row.incarnation, registration, load or Load(), remaining_s, row.retired))
+                loads[row.load] = load or decode_load(row.load)
+                if load is None:
+                    members[-1] = replace(members[-1], load=loads[row.load])
             except UnreadableMember as error:
-                unreadable.add(incarnation)
-                if incarnation not in self._unreadable:
-                    _logger.warning("incarnation %s: %s", incarnation.hex(), error)
-        self._unreadable = unreadable
+                unreadable.add(row.incarnation)
+                if row.incarnation not in self._unreadable:
+                    _logger.warning("incarnation %s: %s", row.incarnation.hex(), error)
+        self._unreadable, self._loads = unreadable, loads
         return tuple(members)
+
+
+def _paired(flat: Any) -> dict[bytes, bytes]:
+    """A hash, from HGETALL's reply as it came."""
+    if not isinstance(flat, list) or len(flat) % 2 or not all(isinstance(each, bytes) for each in flat):
+        raise TypeError("no hash")
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _result_of(task: "asyncio.Task[_T]", waited_s: float, who: str) -> _T:
@@ -333,10 +357,10 @@ def _outcome_of(task: "asyncio.Task[_T]", waited_s: float, who: str = SERVERS) -
         return error
 
 
-def _answers_of(task: "asyncio.Task[list[Answer]]", keys: int, waited_s: float) -> list[Answer]:
-    """A read's answers, or what it failed with in place of each."""
+def _reading_of(task: "asyncio.Task[Reading]", keys: int, waited_s: float) -> Reading:
+    """What a read came to; nothing at all where it failed."""
     outcome = _outcome_of(task, waited_s)
-    return [outcome] * keys if isinstance(outcome, DirectoryError) else outcome
+    return Reading.failed(keys, outcome) if isinstance(outcome, DirectoryError) else outcome
 
 
 def _divided(keys: Sequence[bytes], shards: Sequence[Shard]) -> list[list[Sequence[int]]]:

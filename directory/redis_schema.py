@@ -42,7 +42,6 @@ WITHDRAW = "wr_v1_withdraw"
 REGISTER = "wr_v1_register"
 RENEW = "wr_v1_renew"
 RETIRE = "wr_v1_retire"
-MEMBERS = "wr_v1_members"
 
 REMEMBERED_MS = round(REMEMBERED_S * 1000)
 
@@ -77,6 +76,7 @@ class Keyspace:
         self._prefix = prefix
         self._key = re.compile(re.escape(prefix).encode() + rb":(v[0-9]{1,4}):\{([0-9]{1,8})\}:(.*)\Z", re.DOTALL)
         self._partitions = tuple(f"{prefix}:{VERSION}:{{{tag}}}:".encode() for tag in PARTITION_TAGS)
+        self._by_first_byte = tuple(self._partitions[partition_of(bytes((first,)))] for first in range(256))
 
     def record(self, key: bytes) -> bytes:
         """Where the packed holders of a directory key (16 bytes) are."""
@@ -84,8 +84,8 @@ class Keyspace:
 
     def records(self, keys: Iterable[bytes]) -> list[bytes]:
         """The same of many."""
-        prefixes = self._partitions
-        return [prefixes[partition_of(key)] + key for key in keys]
+        prefixes = self._by_first_byte
+        return [prefixes[key[0]] + key for key in keys]
 
     def attempts(self, partition: int) -> bytes:
         """Where a partition keeps the number of each incarnation's last attempt, and when it came."""

@@ -10,10 +10,11 @@ from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefus
 from directory.identity import Scope
 from directory.interface import DirectoryReader, Lookup
 from directory.members import EngineRegistration
-from directory.placements import PrefixMatch, ReachTable
+from directory.placements import PrefixMatch
 from directory.schemes import key_scheme
 from gateway.fleet import EngineView
 from gateway.lookup_breaker import LookupBreaker, SentLookup
+from gateway.reach_matrix import ReachMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class NamingGroup:
     chunk_tokens: int
     page_tokens: int | None
     engines: tuple[EngineView, ...]
-    reaches: ReachTable
+    reaches: ReachMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def group_by_naming(views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
         if view.registration is not None:
             groups.setdefault(_naming(view.registration), []).append(view)
     return tuple(
-        NamingGroup(*naming, tuple(members), ReachTable([view.reach for view in members]))
+        NamingGroup(*naming, tuple(members), ReachMatrix([view.reach for view in members]))
         for naming, members in list(groups.items())[:CHAINS_MAX]
     )
 

@@ -23,11 +23,13 @@ from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
+from nodeagent.hints import Hints
 from nodeagent.host_rates import HostRates, time_memory
 from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
 from nodeagent.metrics import AgentMetrics
+from nodeagent.peers.exchange import PeerExchange
 from nodeagent.processes import Holder, Process, ProcessWatch
 from nodeagent.publisher import Publisher
 from nodeagent.registration import Clock, Lives, Sleep
@@ -110,6 +112,7 @@ class Agent:
         self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
         self._lower: LowerTier = NoLowerTier()
         self._promotion: Promotion
+        self._peers = PeerExchange(config.peers, self._metrics)
         self._nvme_writing: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._is_ready = False
@@ -123,6 +126,7 @@ class Agent:
         """Run until `stop` or cancellation; `ready` and what is raised are as for `run` of this module."""
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(self._listen())
+            opened.enter_context(self._peers)
             self._host = self._host_publisher(listener)
             opened.callback(self._close_stores)
             await self._open_drives()
@@ -155,6 +159,7 @@ class Agent:
                 },
                 **({Tier.NVME.label: self._nvme_status(nvme)} if nvme is not None else {}),
             },
+            "peers": self._peers.status(),
             "engines": [
                 {
                     "engine": engine.name,
@@ -192,6 +197,7 @@ class Agent:
         nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group)
         self._watch_announced(host, roster)
+        self._peers.start(group, tier, lambda: self._lower, roster)
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
         door = Door(
@@ -218,6 +224,7 @@ class Agent:
             door.close()
             processes.close()
             await roster.close()
+            await self._peers.stop()
             await _end(loops)
             await host.stop()
             await self._close_nvme()
@@ -249,7 +256,7 @@ class Agent:
             self._metrics.registry,
             lambda: self._is_ready,
             self.status,
-            self._lower.prefetch,
+            Hints(self._lower, self._peers),
             partial(reset_prefix_cache, self._roster, self._follower),
             self._pins if self._nvme is not None else None,
         )
@@ -353,7 +360,8 @@ class Agent:
     def _host_publisher(self, listener: socket.socket) -> Publisher:
         bind, port = listener.getsockname()[:2]
         address = f"[{bind}]" if ":" in bind else bind
-        registration = HostRegistration(self._config.host, self._config.listen.url or f"http://{address}:{port}")
+        url = self._config.listen.url or f"http://{address}:{port}"
+        registration = HostRegistration(self._config.host, url, self._peers.address)
         return Publisher(
             self._directory,
             Lives(self._directory, registration, self._load, self._sleep, self._metrics),
@@ -369,7 +377,13 @@ class Agent:
         if self._nvme is not None:
             used[Tier.NVME], limit[Tier.NVME] = self._nvme.used_bytes, self._nvme.quota_bytes
         rates = self._rates.rates(sum(engine.flops for engine in self._roster.engines))
-        return Load(rates, used, limit, is_directory_full=self._host.refusals.is_full)
+        return Load(
+            rates,
+            used,
+            limit,
+            is_directory_full=self._host.refusals.is_full,
+            peer_bytes_per_s=self._peers.rates(),
+        )
 
     def _process_gone(self, process: Process) -> None:
         self._roster.process_gone(process)

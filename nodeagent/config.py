@@ -5,6 +5,7 @@ comes from (file, `WARMROUTE_*` variables, flags) is none of this module's busin
 """
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints,
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
 from directory.server_url import URL_FORMS
+from nodeagent.hints import read_address
 from nodeagent.publisher import WALK_INTERVAL_S
 from nodeagent.tiers.arena_memory import ArenaWish, HugePages
 from nodeagent.tiers.drive import READ_THREADS
@@ -23,6 +25,8 @@ from nodeagent.tiers.machine_memory import MachineMemory
 from nodeagent.tiers.write_policy import PINS_MAX
 
 GB = 1e9
+TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 32, 512
+_TOKEN = f"[A-Za-z0-9+/=_.-]{{{TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}"
 
 DirectoryKeyHex = Annotated[str, StringConstraints(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
 
@@ -245,6 +249,93 @@ class NvmeConfig(RatedConfig):
         return None if self.min_free_gb is None else round(self.min_free_gb * GB)
 
 
+class PeerListenConfig(Section):
+    """Where other hosts' agents fetch this host's chunks."""
+
+    bind: str = Field(
+        "127.0.0.1", min_length=1, description="Address at which peers fetch; only this machine reaches the default."
+    )
+    port: int | None = Field(
+        None, ge=0, le=65535, description="Port at which peers fetch; 0 takes a free one; none: they can't."
+    )
+    address: str | None = Field(None, description="host:port at which other hosts reach it; bind and port if left out.")
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, address: str | None) -> str | None:
+        return None if address is None else str(read_address(address))
+
+    @model_validator(mode="after")
+    def _is_reachable(self) -> Self:
+        if self.port is not None and self.address is None and self.bind in ("0.0.0.0", "::"):
+            raise ValueError(f"address must be given with bind {self.bind}: other hosts can't connect to that")
+        if self.port is None and self.address is not None:
+            raise ValueError("port must be given with address: nothing listens without it")
+        return self
+
+
+class PeerTlsConfig(Section):
+    """TLS between agents."""
+
+    cert: Path | None = Field(None, description="Certificate (PEM) that this agent shows to those who fetch.")
+    key: Path | None = Field(None, description="The certificate's key (PEM).")
+    ca: Path | None = Field(None, description="Who signs peers' certificates (PEM); with it, peers are asked by TLS.")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key must be given together")
+        if self.cert is not None and self.ca is None:
+            raise ValueError("ca must be given with cert: peers have certificates, too")
+        return self
+
+
+class PeersConfig(Section):
+    """Chunks from other hosts' agents, and for them."""
+
+    listen: PeerListenConfig = PeerListenConfig()
+    token: SecretStr | None = Field(
+        None,
+        description="The fleet's secret, the same on all hosts: "
+        f"{TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} random letters, digits or any of + / = _ . -",
+    )
+    fetch: Literal["auto", "off"] | None = Field(
+        None,
+        description="auto: follow a gateway's hint where that beats computing; off. auto with a token, else off.",
+    )
+    tls: PeerTlsConfig = PeerTlsConfig()
+
+    @field_validator("token", mode="before")
+    @classmethod
+    def _is_secret(cls, token: object) -> object:
+        text = token.get_secret_value() if isinstance(token, SecretStr) else token
+        if text is not None and not (isinstance(text, str) and re.fullmatch(_TOKEN, text)):
+            raise ValueError(
+                f"a token is a text of {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} letters, digits or + / = _ . -, "
+                "such as `openssl rand -hex 32` prints"
+            )
+        return token
+
+    @model_validator(mode="after")
+    def _has_a_token(self) -> Self:
+        if self.token is None and self.listen.port is not None:
+            raise ValueError("token must be given with listen.port: nobody else may have this host's chunks")
+        if self.token is None and self.fetch == "auto":
+            raise ValueError("token must be given with fetch auto: peers ask for it")
+        if self.listen.port is not None and self.tls.ca is not None and self.tls.cert is None:
+            raise ValueError("tls.cert and tls.key must be given with tls.ca where listen.port is")
+        return self
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether hints are followed."""
+        return self.token is not None and self.fetch != "off"
+
+    def in_force(self) -> dict[str, Any]:
+        """Fields whose value in force follows from others, where they were left out."""
+        return {"fetch": "auto" if self.may_fetch else "off"}
+
+
 class AgentConfig(Section):
     """One agent."""
 
@@ -258,6 +349,7 @@ class AgentConfig(Section):
     directory: AgentDirectoryConfig = AgentDirectoryConfig()
     dram: DramConfig = DramConfig()
     nvme: NvmeConfig = NvmeConfig()
+    peers: PeersConfig = PeersConfig()
     state_folder: Path | None = Field(
         None, description="Folder for what is known of engines' GPUs across restarts; the door's path and .state."
     )

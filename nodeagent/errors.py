@@ -9,6 +9,12 @@ AgentError
 ├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
 ├─ BudgetSpent         a drive may not be written any more for now: its endurance budget is used up
 ├─ PinsFull            more keys would be pinned than can be
+├─ HintRefused         a body that is no hint; the message names the field
+├─ PeersUnavailable    the place at which other hosts' agents would ask can't be had, or its certificate can't
+├─ PeerError           another host's agent didn't bring a chunk: only the hint is lost
+│  ├─ PeerUnreachable     no connection, or it ended, or nothing came for too long
+│  ├─ PeerRefused         one side doesn't know the fleet's token, or speaks another version
+│  └─ PeerBadBytes        what came isn't a message, or isn't what was asked for; counted against that peer
 ├─ DoorUnavailable     the door's socket can't be opened: a live agent listens there, or the path isn't usable
 ├─ DoorProtocolError   what came through the door isn't a message; the connection is closed, the agent lives
 └─ HelloRefused        an engine's description that must not be registered; its connection is told why
@@ -49,6 +55,30 @@ class BudgetSpent(AgentError):
 
 class PinsFull(AgentError):
     """No more keys can be pinned; the message says how many can."""
+
+
+class HintRefused(AgentError):
+    """A body that isn't a hint to prefetch; the message names the field."""
+
+
+class PeersUnavailable(AgentError):
+    """This host's place for other hosts' agents can't be opened as it is configured; the message says why."""
+
+
+class PeerError(AgentError):
+    """A conversation with another host's agent that has ended before its time."""
+
+
+class PeerUnreachable(PeerError):
+    """The other agent can't be reached, or has said nothing for too long."""
+
+
+class PeerRefused(PeerError):
+    """The two agents have no token, or no version, in common."""
+
+
+class PeerBadBytes(PeerError):
+    """The other agent sent what no sound agent sends."""
 
 
 class DoorUnavailable(AgentError):

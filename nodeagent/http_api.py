@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import enum
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -13,19 +13,16 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
-from directory.chunks import DIRECTORY_KEY_BYTES
-from nodeagent.errors import PinsFull
+from nodeagent.errors import HintRefused, PinsFull
 from nodeagent.files import FileShelf
+from nodeagent.hints import KEYS_MAX, PEERS_MAX, Hint, Hinted, Keys, decode_hint
 from nodeagent.tiers.write_policy import Pins
 
 BACKLOG = 128
 SHUTDOWN_S = 2
-KEYS_MAX = 4_096
 BODY_BYTES_MAX = 256 * 1_024
 BODY_S = 5.0
 CLIENT_GONE = 499
-
-DirectoryKeyHex = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
 
 
 class ResetOutcome(enum.Enum):
@@ -40,9 +37,9 @@ RESET_STATUS = {ResetOutcome.UNKNOWN: 404, ResetOutcome.REFUSED: 502}
 
 
 class KeysRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `/prefetch`, in the order in which they will be wanted, and of `/pins`: directory keys in hex."""
+    """The body of `/pins`: directory keys in hex."""
 
-    keys: Annotated[list[DirectoryKeyHex], msgspec.Meta(max_length=KEYS_MAX)]
+    keys: Keys
 
 
 def create_api(
@@ -50,11 +47,11 @@ def create_api(
     registry: CollectorRegistry,
     is_ready: Callable[[], bool],
     status: Callable[[], dict[str, Any]],
-    prefetch: Callable[[Sequence[bytes]], int],
+    hints: Hinted,
     reset: Callable[[str], Awaitable[ResetOutcome]],
     pins: Pins | None,
 ) -> FastAPI:
-    """The application. `status` gives what `/status` shows; `prefetch` says how many of the keys it will try.
+    """The application. `status` gives what `/status` shows; `hints` says how many keys of a hint it will try.
 
     `reset` empties the prefix cache of the engine of that name. `pins` is there where there is a tier to write to.
     """
@@ -83,10 +80,6 @@ def create_api(
     async def agent_status() -> dict[str, Any]:
         return status()
 
-    @app.post("/prefetch", status_code=202)
-    async def prefetch_chunks(request: Request) -> dict[str, int]:
-        return {"accepted": prefetch(await _read_keys(request))}
-
     @app.post("/engines/{engine}/reset_prefix_cache")
     async def reset_prefix_cache(engine: str) -> dict[str, str]:
         outcome = await reset(engine)
@@ -101,8 +94,23 @@ def create_api(
             raise HTTPException(404, "no attached engine has brought a file with this sha256")
         return Response(content, media_type="application/octet-stream")
 
+    app.include_router(_hints_api(hints))
     app.include_router(_pins_api(pins))
     return app
+
+
+def _hints_api(hints: Hinted) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/prefetch", status_code=202)
+    async def prefetch(request: Request) -> dict[str, int]:
+        return {"accepted": hints.prefetch(await _read_hint(request))}
+
+    @router.delete("/prefetch")
+    async def cancel(request: Request) -> dict[str, int]:
+        return {"cancelled": hints.cancel(await _read_hint(request))}
+
+    return router
 
 
 def _pins_api(pins: Pins | None) -> APIRouter:
@@ -153,6 +161,18 @@ async def _read_keys(request: Request) -> list[bytes]:
             400, f'the body must be {{"keys": [up to {KEYS_MAX} directory keys in hex]}}: {error}'
         ) from error
     return [bytes.fromhex(key) for key in keys]
+
+
+async def _read_hint(request: Request) -> Hint:
+    body = await _bounded_body(request)
+    try:
+        return decode_hint(body)
+    except HintRefused as error:
+        raise HTTPException(
+            400,
+            f'the body must be {{"keys": [up to {KEYS_MAX} directory keys in hex]}}, with '
+            f'"peers": [up to {PEERS_MAX} of {{"address": "host:port", "keys": [...]}}] if need be: {error}',
+        ) from error
 
 
 class HttpServer(uvicorn.Server):

@@ -33,6 +33,27 @@ WRITE_REFUSALS = (
     "nvme_strange",
 )
 
+PEER_HINT_REFUSALS = (
+    "absent",
+    "cancelled",
+    "held",
+    "late",
+    "left_alone",
+    "no_engine",
+    "no_room",
+    "off",
+    "put_busy",
+    "put_conflict",
+    "put_full",
+    "put_have",
+    "put_refused",
+    "queue_full",
+    "slower",
+    "too_many_peers",
+    "unmeasured",
+)
+PEER_FAILURES = ("bad_bytes", "bad_client", "fault", "refused", "server_full", "unreachable")
+
 
 class AgentMetrics:
     """All series of one agent. `degraded` counts by reason whatever cost hit rate and nothing else.
@@ -87,6 +108,7 @@ class AgentMetrics:
             "warmroute_nvme_drive_up", "1 while a drive is used, 0 in quarantine", ["drive"], registry=registry
         )
         self._add_endurance(registry)
+        self._add_peers(registry)
         self._add_announcing(registry)
         self._begin_at_zero()
 
@@ -122,6 +144,39 @@ class AgentMetrics:
             ["drive"],
             registry=registry,
         )
+
+    def _add_peers(self, registry: CollectorRegistry) -> None:
+        self.peer_bytes = Counter(
+            "warmroute_peer_bytes", "Bytes of chunks from and to other hosts' agents", ["direction"], registry=registry
+        )
+        self.peer_fetched = Counter(
+            "warmroute_peer_fetched_chunks", "Chunks brought into dram from other hosts' agents", registry=registry
+        )
+        self.peer_fetch_seconds = Histogram(
+            "warmroute_peer_fetch_seconds",
+            "Seconds to bring one chunk from another host's agent, from asking to indexing",
+            registry=registry,
+            buckets=READ_BUCKETS_S,
+        )
+        self.peer_refused = Counter(
+            "warmroute_peer_hints_refused",
+            "Chunks that hints named and that weren't fetched, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.peer_failures = Counter(
+            "warmroute_peer_failures",
+            "Conversations with other hosts' agents that went wrong, by reason",
+            ["reason"],
+            registry=registry,
+        )
+
+        for reason in PEER_HINT_REFUSALS:
+            self.peer_refused.labels(reason)
+        for reason in PEER_FAILURES:
+            self.peer_failures.labels(reason)
+        for direction in ("received", "sent"):
+            self.peer_bytes.labels(direction)
 
     def _add_announcing(self, registry: CollectorRegistry) -> None:
         self.announced_chunks = Gauge(

@@ -56,6 +56,7 @@ from nodeagent.processes import Holder, ProcessWatch
 from nodeagent.roster import AttachedEngine, Roster
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import DramTier
+from nodeagent.tiers.hierarchy import Source
 from nodeagent.tiers.promotion import LowerTier
 
 HELLO_S = 10.0
@@ -272,8 +273,10 @@ class Session:
         unread = hierarchy.close(holder, message.unread)
         closed = hierarchy.close(holder, message.references)
         tokens = engine.registration.chunk_tokens
-        for tier, chunks in Counter(held.tier for held in closed).items():
-            self._metrics.hit_tokens.labels(tier.label, "local").inc(chunks * tokens)
+        for (tier, source), chunks in Counter((held.tier, held.entry.source) for held in closed).items():
+            self._metrics.hit_tokens.labels(tier.label, source.value).inc(chunks * tokens)
+        for held in closed:
+            held.entry.source = Source.LOCAL
         self._metrics.tokens_missed.inc((len(failed) + len(unread)) * tokens)
         if message.read_bytes and math.isfinite(message.read_s):
             self._metrics.read_seconds.labels(DRAM).observe(message.read_s)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 import uvloop
 
 from bench.directory import lookups, placements, report
-from bench.directory.layouts import HashLoop, HashPipeline, Layout, PackedRecords
+from bench.directory.layouts import BareMget, HashLoop, HashPipeline, Layout, PackedRecords
 from bench.directory.memory import measure_large, measure_memory
 from bench.directory.server import Server, running_server, servers_found
 
@@ -60,7 +60,7 @@ def main() -> None:
 async def _measure(server: Server, setting: Setting) -> report.ServerReport:
     chance = random.Random(SEED)
     packed, pipeline, loop = PackedRecords(server), HashPipeline(server), HashLoop(server)
-    layouts: tuple[Layout, ...] = (packed, pipeline, loop)
+    layouts: tuple[Layout, ...] = (packed, BareMget(server), pipeline, loop)
     loaders: tuple[Layout, ...] = (packed, pipeline)
     async with contextlib.AsyncExitStack() as stack:
         for layout in layouts:
@@ -69,7 +69,7 @@ async def _measure(server: Server, setting: Setting) -> report.ServerReport:
         placed = await placements.measure_placements(server, packed, placements.CASES, setting.rounds, chance)
         memory = measure_memory(server, loaders, setting.memory_chunks, chance)
         large = await measure_large(server, packed, setting.large_chunks, setting.rounds, chance)
-    targets = report.targets_of(found, placed, memory, packed.name)
+    targets = report.targets_of(found, placed, memory, packed.name, (pipeline.name, loop.name))
     return report.ServerReport(server.name, found, placed, memory, large, targets)
 
 

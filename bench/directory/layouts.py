@@ -1,22 +1,26 @@
-"""Three ways to keep and read who holds a chunk: ours, and the two that are used elsewhere.
+"""Three ways to keep and read who holds a chunk: ours, and the two that are used elsewhere; and the floor of ours.
 
 The hashes get the same short names of lives (8 bytes) and tier masks (1 byte) as our records; elsewhere a field is a
 pod's name and a tier spelled out, which costs more.
 """
 
 import itertools
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import hiredis
 import redis.asyncio
 
 from bench.directory.server import Server
 from directory import redis_schema
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.placements import PARTITIONS, PrefixMatch, ReachTable
+from directory.placements import PARTITIONS, PrefixMatch
 from directory.redis_directory import RedisDirectory
+from gateway.reach_matrix import ReachMatrix
 
-DEADLINE_S = 30.0
+DEADLINE_S = TIMEOUT_S = 30.0
+READ_BYTES = 1 << 18
 TTL_MS = 7_200_000
 LOAD_CHUNKS_MAX = 20_000
 """Chunks in one call of a loader: the server does nothing else for some tens of milliseconds."""
@@ -73,7 +77,7 @@ class Layout(Protocol):
         """
         ...
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         """Read the holders of a prompt's chunks, and how far each engine reaches."""
         ...
 
@@ -105,12 +109,43 @@ class PackedRecords:
     def settle(self, keys: Sequence[bytes], lookups: int) -> None:
         _settle(self._server, redis_schema.record_key, keys, lookups)
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         found = await self.directory.lookup(keys, DEADLINE_S)
         return reaches.match(found.records)
 
     async def aclose(self) -> None:
         await self.directory.aclose()
+
+
+class BareMget:
+    """The floor: the same records read by one MGET on a socket that waits, with nothing around it but decoding.
+
+    What `PackedRecords` takes less of the server's time is what several MGETs of a few keys are worth.
+    """
+
+    name = "the same, one bare MGET"
+    command = "mget"
+
+    def __init__(self, server: Server) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._reader = hiredis.Reader()
+
+    def load(self, keys: Sequence[bytes], records: Sequence[bytes]) -> None:
+        """`PackedRecords` has loaded them."""
+
+    def settle(self, keys: Sequence[bytes], lookups: int) -> None:
+        """The same."""
+
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
+        names = redis_schema.DEFAULT_KEYSPACE.records(keys)
+        self._socket.sendall(hiredis.pack_command(("MGET", *names)))  # type: ignore[arg-type]  # It says: of one.
+        while not (reply := self._reader.gets()):
+            self._reader.feed(self._socket.recv(READ_BYTES))
+        return reaches.match(reply)
+
+    async def aclose(self) -> None:
+        self._socket.close()
 
 
 class _Hashes:
@@ -136,7 +171,7 @@ class HashPipeline(_Hashes):
     name = "hash, HGETALL pipeline"
     command = "hgetall"
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
             pipeline.execute_command("HGETALL", _hash_key(key))
@@ -154,7 +189,7 @@ class HashLoop(_Hashes):
         super().__init__(server)
         self._script = server.client.script_load(_READ_HASHES)
 
-    async def lookup(self, keys: Sequence[bytes], reaches: ReachTable) -> dict[str, PrefixMatch]:
+    async def lookup(self, keys: Sequence[bytes], reaches: ReachMatrix) -> dict[str, PrefixMatch]:
         call: Any = self._client.evalsha(self._script, len(keys), *map(_hash_key, keys))
         rows: list[list[bytes]] = await call
         return reaches.match([_packed(zip(row[::2], row[1::2], strict=True)) for row in rows])

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from bench.directory.layouts import Layout
 from bench.directory.prompts import Prompts, prompts_of
 from bench.directory.server import Server
-from directory.placements import Reach, ReachTable
+from directory.placements import Reach
+from gateway.reach_matrix import ReachMatrix
 
 PACKED_TIMES = 4
 """Lookups of the first layout for each one of the others: it takes less time, and needs more for the same accuracy."""
@@ -61,7 +62,7 @@ class _Series:
     case: LookupCase
     layout: Layout
     reaches: tuple[Reach, ...]
-    table: ReachTable
+    table: ReachMatrix
     turns: Iterator[tuple[bytes, ...]]
     server_us: list[float] = field(default_factory=list)
     command_us: list[float] = field(default_factory=list)
@@ -91,7 +92,7 @@ async def measure_prompts(
 ) -> list[LookupRow]:
     """Look up prompts that are loaded. Exits where a layout finds something else than all of them."""
     series = {
-        (case, layout.name): _Series(case, layout, each.reaches, ReachTable(each.reaches), itertools.cycle(each.keys))
+        (case, layout.name): _Series(case, layout, each.reaches, ReachMatrix(each.reaches), itertools.cycle(each.keys))
         for case, each in prompts.items()
         for layout in layouts
     }

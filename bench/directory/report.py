@@ -1,6 +1,6 @@
 """What was measured, against the targets, as JSON's shapes and as tables for people."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.directory.lookups import LookupRow
@@ -48,12 +48,19 @@ class ServerReport:
 
 
 def targets_of(
-    lookups: Sequence[LookupRow], placements: Sequence[PlacementRow], memory: Sequence[MemoryRow], ours: str
+    lookups: Sequence[LookupRow],
+    placements: Sequence[PlacementRow],
+    memory: Sequence[MemoryRow],
+    ours: str,
+    hashes: Collection[str],
 ) -> tuple[Target, ...]:
-    """The targets for 128 chunks of 16 holders in the harder kind of records, a new chunk, and one holder's bytes."""
+    """The targets for 128 chunks of 16 holders in the harder kind of records, a new chunk, and one holder's bytes.
+
+    `ours` and `hashes` name layouts.
+    """
     asked = [row for row in lookups if (row.chunks, row.holders, row.records) == (128, 16, "varied")]
     (packed,) = (row for row in asked if row.layout == ours)
-    least_times = min(row.server_times_ours for row in asked if row.layout != ours)
+    least_times = min(row.server_times_ours for row in asked if row.layout in hashes)
     (one,) = (row.bytes_per_chunk for row in memory if row.layout == ours and row.holders == 1)
     rate = placements[0].placements_per_core_s
     return (

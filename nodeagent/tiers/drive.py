@@ -46,7 +46,7 @@ class Drive:
     """One drive's chunks. Open it, or its `store`, before anything else; `close` leaves the store to its caller.
 
     `on_change` hears newest states, and `withdrawn` waits, as in `DramTier`. `write_pause_s` is how long writing
-    stops after an error. `name` is what operators know the drive by.
+    stops after an error. `name` is what operators know the drive by. `on_failed`, which may be set, hears of `fail`.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Drive:
         self.is_up = True
         self.failed = asyncio.Event()
         self.failure = ""
+        self.on_failed: Callable[[], None] = lambda: None
         self.is_restoring = True
         self._on_change = on_change
         self.index = self._empty_index()
@@ -197,6 +198,7 @@ class Drive:
         for threads in self._threads:
             threads.drop_queued()
         self.account()
+        self.on_failed()
         self.wake.set()
         self.failed.set()
 

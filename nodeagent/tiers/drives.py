@@ -4,6 +4,10 @@ A new chunk goes to the drive that weighted rendezvous hashing chooses (highest 
 removing a drive moves the share of that drive only, and needs no table. A drive that is in quarantine or refuses to
 be written is passed over, so the next in a chunk's own order has it meanwhile. Finding asks all drives: they are few,
 and it costs a look into a table each.
+
+A drive's index keeps parents newer than their children as far as it sees them, and a chain's next chunk lies elsewhere.
+So the deepest chunks that were written or read of each chain are remembered, and touched with all their ancestors, on
+all drives, once nothing more of it is under way: one walk a chain, not one a chunk.
 """
 
 import asyncio
@@ -26,6 +30,8 @@ from nodeagent.tiers.nvme_index import NvmeEntry
 from nodeagent.tiers.read_rate import ReadRate
 
 DRIVES_MAX = 64
+TIPS_MAX = 64
+"""So many chains are remembered to be touched; one more, and all are touched now."""
 
 
 def cost(key: bytes, name: str, weight: float) -> float:
@@ -45,6 +51,8 @@ class NvmeTier:
         self.writers: list[FileWriter] = []
         self._on_change = on_change
         self._rate: ReadRate | None = None
+        self._reads = 0
+        self._tips: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return sum(len(drive.index) for drive in self.drives)
@@ -74,6 +82,7 @@ class NvmeTier:
         assert len(self.drives) < DRIVES_MAX, "drives are few"
         self.drives.append(drive)
         self.writers.append(writer)
+        writer.on_written = self.note_use
 
     def note_change(self, directory_key: bytes, mask: int) -> None:
         """A drive has a chunk, or hasn't any more: what is so of all of them together is passed on."""
@@ -112,6 +121,15 @@ class NvmeTier:
                 return
             key, position, below = label.parent, label.position, drive
 
+    def note_use(self, label: ChunkLabel) -> None:
+        """A chunk was written or read, or its place has become known: its ancestors are touched soon, on all drives."""
+        if len(self.drives) < 2:
+            return
+        if label.parent is not None:
+            self._tips.pop(label.parent, None)
+        self._tips[label.storage_key] = None
+        self._settle()
+
     def meet(self, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome | None:
         """A put of a key that is on disk: HAVE (and the label may become known) or CONFLICT; `None` where it isn't."""
         for writer in self.writers:
@@ -124,6 +142,8 @@ class NvmeTier:
         """A label has become known; the file's header learns it too, in its turn."""
         for writer in self.writers:
             writer.learn(label)
+        if self.holds(label.storage_key):
+            self.note_use(label)
 
     def offer(self, hierarchy: Hierarchy, key: bytes) -> None:
         """Queue a chunk that is in DRAM to be written to its drive. Never waits: what can't be queued is counted."""
@@ -142,11 +162,16 @@ class NvmeTier:
         """Fill a slot with a chunk's verified bytes; `False` is a miss. See `Drive.read`."""
         rate, is_read = self._measured(), False
         rate.begin(time.monotonic())
+        self._reads += 1
         try:
             drive = self._holder(entry.label.storage_key)
             is_read = drive is not None and await drive.read(entry, arena, slot)
             return is_read
         finally:
+            self._reads -= 1
+            if is_read:
+                self.note_use(entry.label)
+            self._settle()
             rate.end(time.monotonic(), entry.length if is_read else 0)
 
     def status(self) -> dict[str, Any]:
@@ -166,6 +191,14 @@ class NvmeTier:
         """End all drives' loops, `running` in their order; `False` where one hangs. See `Drive.close`."""
         pairs = zip(self.drives, running, strict=True)
         return all(await asyncio.gather(*(drive.close(task) for drive, task in pairs)))
+
+    def _settle(self) -> None:
+        """Touch what was used, once reads and writes rest; or before too much of it is remembered."""
+        if len(self._tips) <= TIPS_MAX and (self._reads or self.queued_writes):
+            return
+        tips, self._tips = self._tips, {}
+        for key in tips:
+            self.touch(key)
 
     def _measured(self) -> ReadRate:
         """Begins with what the drives' self-tests showed."""

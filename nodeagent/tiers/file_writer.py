@@ -9,6 +9,7 @@ chunk's place is strange (a folder stands there, a link leads to it), that chunk
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 import xxhash
 
@@ -32,14 +33,16 @@ logger = logging.getLogger(__name__)
 
 
 class FileWriter:
-    """Writes one drive's files. `Drive.close` ends its loop."""
+    """Writes one drive's files. `Drive.close` ends its loop. `on_written`, which may be set, hears what was written."""
 
     def __init__(self, drive: Drive, metrics: AgentMetrics) -> None:
+        self.on_written: Callable[[ChunkLabel], None] = lambda _: None
         self._drive = drive
         self._metrics = metrics
         self._labels: dict[bytes, None] = {}
         self._writes: dict[bytes, Hierarchy] = {}
         self._writing: bytes | None = None
+        drive.on_failed = self._give_up
 
     @property
     def queued_writes(self) -> int:
@@ -95,7 +98,6 @@ class FileWriter:
     async def _step(self) -> bool:
         """Handle one file; returns whether there was one."""
         if not self._drive.is_up:
-            self._give_up()
             return False
         if await self._drive.room.remove_doomed(self._drive.index) or await self._drive.room.work_ahead(
             self._drive.index
@@ -168,6 +170,7 @@ class FileWriter:
         self._drive.index.add(written)
         # Where the label became known during the write, or the file that was there had none.
         self.learn(entry.label)
+        self.on_written(entry.label)
         if not is_new:
             self._queue_label(written.label.storage_key)
 

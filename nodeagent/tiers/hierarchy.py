@@ -12,6 +12,7 @@ true of a reservation, whose late writer could still write: after `RESERVATION_S
 only stops keeping others from putting the same key.
 """
 
+import enum
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -30,11 +31,18 @@ RESERVATION_S = 30.0
 """How long an unfinished put keeps others from putting the same key."""
 
 
+class Source(enum.Enum):
+    """Who brought a chunk to this host: one of its engines, or another host's agent. A metric's label."""
+
+    LOCAL = "local"
+    PEER = "peer"
+
+
 class Entry(msgspec.Struct, eq=False, gc=False):
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
-    `identity` is the digest of the identity whose bytes these are. Many, and in no cycle: as with labels, the garbage
-    collector leaves them alone.
+    `identity` is the digest of the identity whose bytes these are. `source` turns to LOCAL with the first hit.
+    Many, and in no cycle: as with labels, the garbage collector leaves them alone.
     """
 
     label: ChunkLabel
@@ -45,6 +53,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     identity: bytes = UNKNOWN_IDENTITY
     references: int = 0
     is_indexed: bool = True
+    source: Source = Source.LOCAL
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +71,7 @@ class Reservation:
     identity: bytes = UNKNOWN_IDENTITY
     is_verifying: bool = False
     is_quarantined: bool = False
+    source: Source = Source.LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +118,7 @@ class Hierarchy:
         self._on_change = on_change
         self._clock = clock
         self._entries: dict[bytes, Entry] = {}
-        self._copies: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[bytes]] = {}
         self._puts: dict[bytes, Reservation] = {}
         self._holds: dict[Hashable, _Holds] = {}
         self._numbers = count(1)
@@ -127,6 +137,11 @@ class Hierarchy:
         """Reservations that are neither committed nor aborted."""
         return sum(len(holds.reservations) for holds in self._holds.values())
 
+    @property
+    def takeable_slots(self) -> int:
+        """Slots that are free, or whose chunk nobody holds: what can be had without waiting for anybody."""
+        return self.arena.free_slots + len(self._entries) - self._held_entries
+
     def contains_run(self, keys: Sequence[bytes]) -> int:
         """How many leading `keys` are held now. It promises nothing about bytes a moment later."""
         run = 0
@@ -139,6 +154,10 @@ class Hierarchy:
     def find(self, key: bytes) -> Entry | None:
         """The chunk under this storage key."""
         return self._entries.get(key)
+
+    def storage_keys(self, directory_key: bytes) -> Sequence[bytes]:
+        """The storage keys of the chunks with this label."""
+        return tuple(self._copies.get(directory_key, ()))
 
     def oldest(self, count_max: int) -> list[bytes]:
         """The storage keys of up to `count_max` chunks that will be evicted first, oldest first."""
@@ -210,6 +229,7 @@ class Hierarchy:
         checksum: bytes,
         holder: Hashable,
         identity: bytes = UNKNOWN_IDENTITY,
+        source: Source = Source.LOCAL,
     ) -> Granted:
         """A slot to fill, or why not. Evicts one chunk where no slot is free; never waits."""
         if length > self.arena.slot_bytes:
@@ -229,7 +249,16 @@ class Hierarchy:
             return Granted(PutOutcome.FULL)
         slot, generation = taken
         reservation = Reservation(
-            next(self._numbers), label, slot, generation, length, checksum, holder, self._clock(), identity
+            next(self._numbers),
+            label,
+            slot,
+            generation,
+            length,
+            checksum,
+            holder,
+            self._clock(),
+            identity,
+            source=source,
         )
         self._holds.setdefault(holder, _Holds()).reservations[reservation.number] = reservation
         self._puts[label.storage_key] = reservation
@@ -256,11 +285,17 @@ class Hierarchy:
             self.arena.free(reservation.slot)
             return self._meet(known, label, reservation.length, checksum)
         entry = Entry(
-            label, reservation.slot, reservation.generation, reservation.length, checksum, reservation.identity
+            label,
+            reservation.slot,
+            reservation.generation,
+            reservation.length,
+            checksum,
+            reservation.identity,
+            source=reservation.source,
         )
         self._entries[label.storage_key] = entry
         self._policy.add(label.storage_key, label.parent, label.position)
-        self._count_copy(label.directory_key)
+        self._count_copy(label)
         return PutOutcome.STORED
 
     def learn(self, label: ChunkLabel) -> None:
@@ -270,7 +305,7 @@ class Hierarchy:
             return
         entry.label = label
         self._policy.add(label.storage_key, label.parent, label.position)
-        self._count_copy(label.directory_key)
+        self._count_copy(label)
 
     def abort(self, holder: Hashable, number: int) -> None:
         """Free a reservation's slot. Only its writer may say so, when it won't write any more."""
@@ -355,15 +390,16 @@ class Hierarchy:
         key = entry.label.directory_key
         if key is None:
             return
-        self._copies[key] -= 1
-        if not self._copies[key]:
+        copies = self._copies[key]
+        copies.remove(entry.label.storage_key)
+        if not copies:
             del self._copies[key]
         self._report(key)
 
-    def _count_copy(self, key: bytes | None) -> None:
-        if key is not None:
-            self._copies[key] = self._copies.get(key, 0) + 1
-            self._report(key)
+    def _count_copy(self, label: ChunkLabel) -> None:
+        if label.directory_key is not None:
+            self._copies.setdefault(label.directory_key, []).append(label.storage_key)
+            self._report(label.directory_key)
 
     def _report(self, key: bytes | None) -> None:
         if key is not None:

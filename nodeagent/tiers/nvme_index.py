@@ -27,7 +27,7 @@ from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
 
-REORDER_STEP_KEYS = 2_048
+REORDER_STEP_KEYS = 1_024
 COPY_STEP_ITEMS = 1 << 18
 Column = TypeVar("Column", bytearray, "array[int]", "array[float]")
 _HAS_DIRECTORY_KEY = 1

@@ -32,6 +32,10 @@ PREFETCH_QUEUE_MAX = 1_024
 PREFETCH_WORKERS = 2
 PREFETCH_LOADS_MAX = 16
 """With more loads than this under way, opens are waiting: a prefetch is dropped."""
+PREFETCH_ROOM_FRACTION = 4
+"""With fewer than one slot in so many to be had (free, or of a chunk that nobody holds), a prefetch is dropped."""
+PEER_READS_MAX = 2
+"""Reads for other hosts that go on side by side."""
 DRAM = Tier.DRAM.label
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,21 @@ class LowerTier(Protocol):
 
     def prefetch(self, directory_keys: Sequence[bytes]) -> int:
         """Read chunks into DRAM soon; returns how many will be tried."""
+        ...
+
+    def cancel(self, directory_keys: Sequence[bytes]) -> int:
+        """Whoever hinted at these doesn't want them any more; returns how many won't be read. What is begun lands."""
+        ...
+
+    def has_label(self, directory_key: bytes) -> bool:
+        """Whether a chunk with this label lies here."""
+        ...
+
+    async def open_labelled(self, directory_key: bytes, identities: Collection[bytes], wait_s: float) -> "HeldRun":
+        """Hold one chunk with this label and of one of these identities in DRAM, for another host.
+
+        It is read only where none of this host's engines waits for a read.
+        """
         ...
 
 
@@ -120,6 +139,18 @@ class NoLowerTier:
         """Nothing is read."""
         return 0
 
+    def cancel(self, directory_keys: Sequence[bytes]) -> int:
+        """Nothing was to be read."""
+        return 0
+
+    def has_label(self, directory_key: bytes) -> bool:
+        """Never."""
+        return False
+
+    async def open_labelled(self, directory_key: bytes, identities: Collection[bytes], wait_s: float) -> HeldRun:
+        """Nothing is read."""
+        return HeldRun()
+
 
 @dataclass(eq=False, slots=True)
 class _Load:
@@ -141,8 +172,10 @@ class Promotion:
         self._group = group
         self._metrics = metrics
         self._loads: dict[bytes, _Load] = {}
-        self._hints: dict[bytes, None] = {}
+        self._hints: dict[bytes, int] = {}
         self._wake = asyncio.Event()
+        self._opens = 0
+        self._peer_reads = 0
         self._is_closing = False
 
     @property
@@ -169,15 +202,11 @@ class Promotion:
 
     async def open_run(self, keys: Sequence[bytes], wait_s: float) -> HeldRun:
         """See `LowerTier`. At most `READS_PER_OPEN_MAX` reads of one open go on side by side."""
-        hierarchy = self._dram.hierarchy
-        assert hierarchy is not None, "an open that continues has an arena"
-        run = HeldRun(hierarchy)
+        self._opens += 1
         try:
-            await self._fill(run, keys, hierarchy, time.monotonic() + min(wait_s, OPEN_WAIT_MAX_S))
-        except BaseException:
-            run.let_go()
-            raise
-        return run
+            return await self._open(keys, wait_s)
+        finally:
+            self._opens -= 1
 
     def note_hit(self, keys: Sequence[bytes]) -> None:
         """See `LowerTier`: what was hit in DRAM may be worth writing, and its copy on disk is worth keeping."""
@@ -198,14 +227,46 @@ class Promotion:
         hierarchy = self._dram.hierarchy
         accepted = 0
         for key in self._wanted(directory_keys):
-            if hierarchy is None or len(self._hints) >= min(PREFETCH_QUEUE_MAX, hierarchy.arena.slots // 2):
+            if key in self._hints:
+                self._hints[key] += 1
+            elif hierarchy is None or len(self._hints) >= min(PREFETCH_QUEUE_MAX, hierarchy.arena.slots // 2):
                 self._metrics.prefetches_dropped.labels("queue_full" if hierarchy is not None else "no_arena").inc()
-                continue
-            self._hints[key] = None
-            accepted += 1
+            else:
+                self._hints[key] = 1
+                accepted += 1
         if accepted:
             self._wake.set()
         return accepted
+
+    def cancel(self, directory_keys: Sequence[bytes]) -> int:
+        """See `LowerTier`. A chunk that others hinted at as well is still read."""
+        cancelled = 0
+        for directory_key in directory_keys:
+            for key in self._nvme.storage_keys(directory_key):
+                if key not in self._hints:
+                    continue
+                self._hints[key] -= 1
+                if not self._hints[key]:
+                    del self._hints[key]
+                    cancelled += 1
+        self._metrics.prefetches_dropped.labels("cancelled").inc(cancelled)
+        return cancelled
+
+    def has_label(self, directory_key: bytes) -> bool:
+        """See `LowerTier`."""
+        return bool(self._nvme.storage_keys(directory_key))
+
+    async def open_labelled(self, directory_key: bytes, identities: Collection[bytes], wait_s: float) -> HeldRun:
+        """See `LowerTier`. While an open of this host reads, and beside `PEER_READS_MAX`, nothing is read."""
+        entries = (self._nvme.find(key) for key in self._nvme.storage_keys(directory_key))
+        entry = next((each for each in entries if each is not None and each.identity in identities), None)
+        if entry is None or self._dram.hierarchy is None or self._opens or self._peer_reads >= PEER_READS_MAX:
+            return HeldRun()
+        self._peer_reads += 1
+        try:
+            return await self._open([entry.label.storage_key], wait_s)
+        finally:
+            self._peer_reads -= 1
 
     async def run(self) -> None:
         """Read what was hinted at, until cancelled."""
@@ -228,6 +289,17 @@ class Promotion:
             for task in hanging:
                 task.cancel()
             await asyncio.wait(hanging)
+
+    async def _open(self, keys: Sequence[bytes], wait_s: float) -> HeldRun:
+        hierarchy = self._dram.hierarchy
+        assert hierarchy is not None, "an open that continues has an arena"
+        run = HeldRun(hierarchy)
+        try:
+            await self._fill(run, keys, hierarchy, time.monotonic() + min(wait_s, OPEN_WAIT_MAX_S))
+        except BaseException:
+            run.let_go()
+            raise
+        return run
 
     async def _fill(self, run: HeldRun, keys: Sequence[bytes], hierarchy: Hierarchy, deadline: float) -> None:
         """Walk the keys with a few reads ahead; the first that isn't there, isn't good or isn't in time ends it.
@@ -313,7 +385,7 @@ class Promotion:
         for directory_key in directory_keys:
             for key in self._nvme.storage_keys(directory_key):
                 is_there = hierarchy is not None and hierarchy.find(key) is not None
-                if not is_there and key not in self._loads and key not in self._hints:
+                if not is_there and key not in self._loads:
                     yield key
 
     async def _follow_hints(self) -> None:
@@ -328,13 +400,18 @@ class Promotion:
             if hierarchy is None or hierarchy.find(key) is not None:
                 continue
             is_busy = len(self._loads) >= PREFETCH_LOADS_MAX
-            load = None if is_busy else self._begin(key, hierarchy)
+            load = None if is_busy or is_crowded(hierarchy) else self._begin(key, hierarchy)
             if load is None:
                 self._metrics.prefetches_dropped.labels("busy" if is_busy else "no_room").inc()
                 continue
             await asyncio.wait([load.task])
             if load.task.result():
                 self._metrics.prefetched.inc()
+
+
+def is_crowded(hierarchy: Hierarchy) -> bool:
+    """Whether so many slots are held that those which can be had are left to engines."""
+    return hierarchy.takeable_slots * PREFETCH_ROOM_FRACTION < hierarchy.arena.slots
 
 
 def status_of(nvme: NvmeTier, promotion: Promotion) -> dict[str, Any]:

@@ -43,8 +43,7 @@ TABLE = [schema.REGISTRATIONS_KEY, schema.VERSIONS_KEY]
 REGISTER = Call(schema.REGISTER, TABLE, [A, b"{}", b"{}", 5000, schema.REMEMBERED_MS, "v1"])
 RENEW = Call(schema.RENEW, TABLE[:1], [B, b"{}", 5000, schema.REMEMBERED_MS])
 RETIRE = Call(schema.RETIRE, TABLE[:1], [B, schema.REMEMBERED_MS])
-MEMBERS = Call(schema.MEMBERS, TABLE, [schema.REMEMBERED_MS, "v1"])
-WELL_FORMED = [PLACE, WITHDRAW, REGISTER, RENEW, RETIRE, MEMBERS]
+WELL_FORMED = [PLACE, WITHDRAW, REGISTER, RENEW, RETIRE]
 NO_NUMBERS = ["", "x", "-2", "1.5", "1e3", " 1", "0x10", "nan", "1" * 16]
 
 
@@ -57,7 +56,7 @@ def _malformed() -> list[Call]:
             replace(call, args=[], says="arguments, not"),
             replace(call, keys=[], says="0 keys, not"),
         ]
-    for call in (REGISTER, RENEW, RETIRE, MEMBERS):
+    for call in (REGISTER, RENEW, RETIRE):
         calls.append(replace(call, keys=[*call.keys, b"more"], says="keys, not"))
     for call, number, what in (
         (PLACE, 2, "an attempt"),
@@ -69,7 +68,6 @@ def _malformed() -> list[Call]:
         (RENEW, 3, "a term"),
         (RENEW, 4, "a span"),
         (RETIRE, 2, "a span"),
-        (MEMBERS, 1, "a span"),
     ):
         calls += [call.with_argument(number, value, f"not {what}") for value in NO_NUMBERS]
         if "a " in what:  # a span, a term, a ttl
@@ -123,4 +121,3 @@ def check_well_formed_calls_are_taken(raw: "redis.Redis") -> None:
     assert [call.made(raw) for call in WELL_FORMED[:3]] == [-1, -1, 1]
     assert RENEW.made(raw) == [0, 0]
     assert RETIRE.made(raw) == 0
-    assert len(MEMBERS.made(raw)[1]) == 1

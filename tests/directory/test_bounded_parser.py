@@ -19,13 +19,17 @@ MOST = b"*999999\r\n"
 
 
 async def replies(data: bytes, count: int, at_once: int = 1 << 20) -> list[object]:
-    """The first replies in `data`, which comes in pieces of `at_once` bytes."""
+    """The first replies in `data`, each of a call of its own; it comes in pieces of `at_once` bytes."""
     parser = BoundedParser(socket_read_size=at_once)
     stream = asyncio.StreamReader()
     stream.feed_data(data)
     stream.feed_eof()
     parser.on_connect(SimpleNamespace(_reader=stream, encoder=SimpleNamespace(decode_responses=False)))
-    return [await parser.read_response() for _ in range(count)]
+    found = []
+    for _ in range(count):
+        parser.begin()
+        found.append(await parser.read_response())
+    return found
 
 
 @pytest.mark.parametrize("at_once", [1 << 20, 8, 1])
@@ -60,7 +64,7 @@ async def test_a_reply_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, head
         await replies(head + b"$-1\r\n" * 2000, 1, 64)
 
 
-async def test_each_reply_has_the_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_call_has_the_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_parser, "REPLY_BYTES_MAX", 200)
     assert await replies((b"$100\r\n" + b"x" * 100 + b"\r\n") * 9, 9, 64) == [b"x" * 100] * 9
 

@@ -17,7 +17,7 @@ from directory.errors import (
 )
 from directory.function_library import load_functions
 from directory.redis_directory import FIRST_STEP_KEYS, RedisDirectory
-from directory.redis_topology import PARTITION_SLOTS
+from directory.redis_topology import PARTITION_SLOTS, ClusterSlots
 from directory.statistics import gather
 from tests.directory.cluster_probes import DEADLINE_S, ONE_OF_EACH, A, found, hold_one_of_each, home, partitions_of
 from tests.directory.documented_users import documented_users
@@ -310,6 +310,24 @@ class TestServers:
             await gateway.retire(B)
         for each in (agent, gateway):
             await each.aclose()
+
+
+async def test_a_table_on_its_way_is_read_where_it_is(
+    cluster: ClusterOfThree, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClusterSlots, "table_homes", (0,))
+    await directory.register(A, HOST, LOAD)
+    slot, target = PARTITION_SLOTS[0], cluster.masters[2]
+    source = cluster.owner(slot)
+    cluster.begin_migration(slot, source, target)
+    try:
+        for moved in (None, schema.VERSIONS_KEY, schema.REGISTRATIONS_KEY):
+            if moved:
+                source.client().execute_command("MIGRATE", "127.0.0.1", target.port, moved, 0, 5000)
+            assert [member.registration for member in await directory.members()] == [HOST], moved
+    finally:
+        cluster.move_keys(slot, source, target)
+        cluster.end_migration(slot, source, target)
 
 
 async def test_fleets_are_told_apart_by_their_prefix(cluster: ClusterOfThree, directory: RedisDirectory) -> None:

@@ -28,7 +28,7 @@ async def agents(valkey: ValkeyServer, raw: "redis.Redis") -> AsyncIterator[list
         for _ in range(AGENTS):
             directories.append(RedisDirectory.connect(f"redis://127.0.0.1:{valkey.port}"))
             stack.push_async_callback(directories[-1].aclose)
-            await directories[-1].members()
+            await directories[-1].retire(A)
         raw.function_flush()
         raw.config_resetstat()
         yield directories
@@ -83,12 +83,10 @@ async def test_an_older_release_is_replaced_once_a_function_that_it_lacks_is_cal
 
 
 async def test_another_release_that_has_all_functions_stays(agents: list[RedisDirectory], raw: "redis.Redis") -> None:
-    newer = schema.functions_source() + (
-        "redis.register_function{function_name = 'wr_v1_later', callback = members, flags = {'no-writes'}}\n"
-    )
+    newer = schema.functions_source() + ("redis.register_function{function_name = 'wr_v1_later', callback = retire}\n")
     raw.function_load(newer)
     for agent in agents:
-        await agent.members()
+        await agent.renew(A, LOAD)
         await agent.place(batch(A, 1, {key(1): 1}))
     assert library(raw) == newer.encode()
 

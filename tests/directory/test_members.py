@@ -13,6 +13,8 @@ from directory.errors import IdentityRefused
 from directory.identity import Identity
 from directory.members import (
     INCARNATION_BYTES,
+    PEER_ADDRESS_CHARS_MAX,
+    PEERS_REPORTED_MAX,
     TEXT_CHARS_MAX,
     EngineRegistration,
     HostRegistration,
@@ -65,10 +67,11 @@ LOADS = st.builds(
     st.integers(0, 10_000),
     st.integers(0, 10_000),
     st.booleans(),
+    st.dictionaries(TEXT, SPEEDS, max_size=3),
 )
 
 
-@given(registration=engines() | st.builds(HostRegistration, TEXT, TEXT))
+@given(registration=engines() | st.builds(HostRegistration, TEXT, TEXT, st.none() | TEXT))
 def test_a_registration_is_read_as_it_was_written(registration: Registration) -> None:
     assert decode_registration(encode_registration(registration)) == registration
 
@@ -162,6 +165,52 @@ def test_a_rate_that_routing_could_not_divide_by_is_unreadable(rates: dict[str, 
     row["rates"] |= rates
     with pytest.raises(UnreadableMember):
         decode_load(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        [],
+        ["a:1"],
+        7,
+        {"a:1": 0},
+        {"a:1": -1},
+        {"a:1": "fast"},
+        {"a:1": True},
+        {"a:1": float("inf")},
+        {"a\n:1": 1.0},
+        {"a" * (PEER_ADDRESS_CHARS_MAX + 1): 1.0},
+        {f"a:{number}": 1.0 for number in range(PEERS_REPORTED_MAX + 1)},
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_report_of_peers_that_cannot_be_right_is_unreadable(peers: object) -> None:
+    row = json.loads(encode_load(LOAD)) | {"peers": peers}
+    with pytest.raises(UnreadableMember):
+        decode_load(json.dumps(row).encode())
+
+
+def test_a_report_of_as_many_peers_as_there_may_be_is_read() -> None:
+    load = replace(LOAD, peer_bytes_per_s={f"host-{number}:1": 1e9 for number in range(PEERS_REPORTED_MAX)})
+    assert decode_load(encode_load(load)) == load
+
+
+@pytest.mark.parametrize("load", [LOAD, Load()], ids=["full", "empty"])
+def test_who_has_measured_no_peer_reports_as_versions_do_that_know_of_none(load: Load) -> None:
+    assert "peers" not in json.loads(encode_load(load))
+
+
+@pytest.mark.parametrize("address", [7, [], "a:1\r\nx: y", "a" * (PEER_ADDRESS_CHARS_MAX + 1)], ids=repr)
+def test_a_host_whose_peer_address_cannot_be_right_is_unreadable(address: object) -> None:
+    row = json.loads(encode_registration(HOST)) | {"peer_address": address}
+    with pytest.raises(UnreadableMember):
+        decode_registration(json.dumps(row).encode())
+
+
+def test_a_host_of_a_version_that_knows_of_no_peers_has_no_peer_address() -> None:
+    row = json.loads(encode_registration(HOST))
+    del row["peer_address"]
+    assert decode_registration(json.dumps(row).encode()) == HOST
 
 
 @given(data=st.binary(max_size=60))

@@ -84,6 +84,6 @@ async def test_what_is_no_answer_at_all_is_an_error_of_the_directory(answering: 
 
 
 async def test_a_server_without_functions_is_told_what_it_must_be(answering: Answering) -> None:
-    directory = await answering(b"-ERR unknown command `FCALL_RO`, with args beginning with: `wr_v1_members`, \r\n")
+    directory = await answering(b"-ERR unknown command `FCALL`, with args beginning with: `wr_v1_retire`, \r\n")
     with pytest.raises(DirectoryError, match="must be Redis 7"):
-        await directory.members()
+        await directory.retire(incarnation(1))

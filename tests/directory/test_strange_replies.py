@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -19,13 +20,14 @@ from directory.redis_directory import RedisDirectory
 EXAMPLES = 80
 KEY = b"k" * 16
 LIFE = b"l" * 8
+COMMAND = re.compile(rb"\*[0-9]+\r\n\$[0-9]+\r\n[A-Z_]+\r\n")
 ENGINE = EngineRegistration(
     "e", "h", "http://e:1", ("m",), Identity("m", "w", "t", "f", "l"), ModelShape(1e6, 2, 8, 32), 16, 128
 )
 
 
 class StrangeServer:
-    """Answers each read with `reply`, and one that asks where the servers are with `where`."""
+    """Answers each command with `reply`, and one that asks where the servers are with `where`."""
 
     def __init__(self) -> None:
         self.reply = b""
@@ -40,7 +42,8 @@ class StrangeServer:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             while asked := await reader.read(65_536):
                 is_search = b"CLUSTER\r\n" in asked or b"SENTINEL\r\n" in asked
-                writer.write(self.where if is_search else self.reply)
+                commands = max(1, len(COMMAND.findall(asked)))
+                writer.write((self.where if is_search else self.reply) * commands)
                 await writer.drain()
         writer.transport.abort()
 

@@ -1,7 +1,6 @@
 """An agent in a thread of its own, for tests that speak to it as engines do; and faster time for its directory."""
 
 import asyncio
-import hashlib
 import os
 import threading
 import time
@@ -10,21 +9,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from directory.costs import ModelShape
-from directory.identity import Identity
 from directory.interface import DirectoryWriter
 from directory.memory import MemoryDirectory
 from directory.placements import unpack_holders
 from nodeagent.agent import Agent
-from nodeagent.client import ChunkClient, ChunkLabel, EngineHello
+from nodeagent.client import ChunkClient
 from nodeagent.config import GB, AgentConfig
 from nodeagent.publisher import WALK_INTERVAL_S
+from tests.nodeagent.clients import CHUNK_BYTES, WAIT_S, connected, label, make_hello, payload, storage_key
+
+__all__ = [
+    "CHUNK_BYTES",
+    "CLIENT",
+    "SLOTS",
+    "SPEED",
+    "WAIT_S",
+    "RunningAgent",
+    "believed",
+    "connected",
+    "eventually",
+    "fast_clock",
+    "fast_sleep",
+    "label",
+    "make_hello",
+    "open_fds",
+    "payload",
+    "read",
+    "running_agent",
+    "storage_key",
+]
 
 SPEED = 25.0
 """How much faster than the wall the directory's time runs: a term lasts a fifth of a second."""
 
-WAIT_S = 15.0
-CHUNK_BYTES = 8_192
 SLOTS = 8
 CLIENT = b"c" * 16
 
@@ -132,6 +149,7 @@ def running_agent(
     port: int = 0,
     agent_url: str | None = None,
     walk_interval_s: float = WALK_INTERVAL_S,
+    peers: dict[str, Any] | None = None,
 ) -> Iterator[RunningAgent]:
     quota = dram_bytes if dram_bytes is not None else 4_096 + SLOTS * CHUNK_BYTES
     door = str(folder / "door.sock")
@@ -150,6 +168,7 @@ def running_agent(
             "directory": {"url": "redis://unused", "walk_interval_s": walk_interval_s},
             "dram": {"gb": quota / GB, **(dram_more or {})},
             "nvme": nvme,
+            "peers": peers or {},
         }
     )
     agent = RunningAgent(config, directory or MemoryDirectory(fast_clock))
@@ -157,50 +176,6 @@ def running_agent(
         yield agent
     finally:
         agent.stop()
-
-
-def make_hello(name: str = "engine-1", /, **changes: Any) -> EngineHello:
-    fields: dict[str, Any] = {
-        "engine": name,
-        "url": "http://127.0.0.1:9",
-        "models": ("tiny",),
-        "identity": Identity("tiny", "w" * 8, "t" * 8, "float32", "test-1", 1),
-        "tp_rank": 0,
-        "shape": ModelShape(1e6, 2, 8, 32),
-        "chunk_tokens": 16,
-        "chunk_bytes": CHUNK_BYTES,
-        "context_tokens": 128,
-        "tokenizer_files": {"tokenizer.json": b"{}"},
-        "flops": 1e9,
-    }
-    return EngineHello(**(fields | changes))
-
-
-def storage_key(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
-
-
-def label(name: str, parent: str | None = None, position: int = 0) -> ChunkLabel:
-    key = storage_key(name)
-    return ChunkLabel(key, key[:16], storage_key(parent) if parent is not None else None, position)
-
-
-def payload(name: str, length: int = CHUNK_BYTES) -> memoryview:
-    digest = hashlib.sha256(name.encode()).digest()
-    return memoryview((digest * (length // len(digest) + 1))[:length])
-
-
-@contextmanager
-def connected(
-    agent_door: str, hello: EngineHello | None = None, gpu: list[bytes] | None = None
-) -> Iterator[ChunkClient]:
-    inventory = gpu if gpu is not None else []
-    client = ChunkClient(agent_door, hello or make_hello(), lambda: list(inventory))
-    try:
-        assert client.wait_connected(WAIT_S)
-        yield client
-    finally:
-        client.stop()
 
 
 def read(client: ChunkClient, name: str) -> bytes | None:

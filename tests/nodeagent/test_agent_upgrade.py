@@ -232,7 +232,8 @@ def test_an_engine_that_was_refused_for_memory_is_offered_it_later(tmp_path, sho
         assert agent.metric("warmroute_degraded_total", reason="dram_unavailable") == 1
 
 
-def test_an_agent_that_ends_while_it_waits_for_memory_ends_at_once(tmp_path, short_of_memory, caplog):
+def test_an_agent_that_ends_while_it_waits_for_memory_ends_at_once(tmp_path, short_of_memory, monkeypatch, caplog):
+    monkeypatch.setattr(dram, "MEMORY_WAIT_S", 1e6)
     before = open_fds()
     with running_agent(tmp_path) as agent, client_of(agent.config.door):
         eventually(lambda: "waiting up to" in caplog.text, "the wait")

@@ -160,6 +160,16 @@ def test_memory_of_a_node_is_had_and_lies_there():
     arena.close()
 
 
+def test_the_whole_mapping_is_bound_before_a_page_of_it_is_there(monkeypatch):
+    calls = []
+    bind, allocate = numa.bind, os.posix_fallocate
+    monkeypatch.setattr(numa, "bind", lambda *call: calls.append(("bind", call[1])) or bind(*call))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *call: calls.append(("allocate", call[2])) or allocate(*call))
+    arena = made(ArenaWish("off", numa_node=0))
+    assert calls[-2:] == [("bind", arena.total_bytes), ("allocate", arena.total_bytes)]
+    arena.close()
+
+
 def test_a_node_that_is_not_there_is_refused_by_name():
     with pytest.raises(TierUnavailable, match=r"numa_node: this machine has no memory on node 900; there is 0"):
         made(ArenaWish("off", numa_node=900), Machine(nodes=(0,)))

@@ -252,9 +252,12 @@ def test_a_lost_connection_is_made_again_and_references_are_given_back_over_the_
 def test_an_answer_that_comes_too_late_is_given_back(agent, client):
     put(client, "a")
     link = client._attachment.link
+    release = threading.Event()
+    agent._loop.call_soon_threadsafe(release.wait, WAIT_S)
     assert client.open([storage_key("a")], 0.0) == []
     chunk = label("b")
     link.request(lambda number: Reserve(number, chunk.storage_key, None, None, 0, 64, b"c" * 16), 0.0)
+    release.set()
     eventually(lambda: agent.metric("warmroute_tier_tokens_requested_total") == 16, "the late open")
     eventually(lambda: agent.tier()["references"] == 0, "the reference given back")
     eventually(lambda: agent.tier()["reservations"] == 0, "the reservation given back")
@@ -264,8 +267,10 @@ def test_what_was_granted_in_an_answer_that_got_lost_is_given_back_and_what_is_h
     for name in "ab":
         put(client, name)
     held = client.open([storage_key("a")], WAIT_S)
-    deliver = Link._deliver
-    monkeypatch.setattr(Link, "_deliver", lambda self, message: isinstance(message, Opened) or deliver(self, message))
+    hand_over = Link._hand_over
+    monkeypatch.setattr(
+        Link, "_hand_over", lambda self, message: isinstance(message, Opened) or hand_over(self, message)
+    )
     assert client.open([storage_key("b")], 0.1) == []
     eventually(lambda: agent.tier()["references"] == 2, "the grant")
     monkeypatch.undo()

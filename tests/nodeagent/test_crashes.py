@@ -1,13 +1,11 @@
-"""Killed at every step of a write, cut short and with flipped bits: never a wrong byte, never an unreadable start."""
+"""Killed at every step of a write: the chunk is there whole, or not at all. `test_power_cuts.py` goes on from there."""
 
 import os
-import random
 import signal
 
 import pytest
 import xxhash
 
-from nodeagent.errors import ChunkCorrupt
 from nodeagent.labels import ChunkLabel
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, name_of
 from nodeagent.tiers.file_store import FolderStore
@@ -15,8 +13,6 @@ from tests.nodeagent.lone_drive import tier_on
 from tests.nodeagent.running import label, payload, storage_key
 
 LENGTHS = {"a": 5_000, "b": 12_288, "c": 1, "d": 40_000, "e": 4_096, "f": 9_999}
-ROUNDS = 200
-SEED = 20_261_130
 
 
 def data_of(name):
@@ -132,70 +128,3 @@ def check_all(store, names):
         target = bytearray(LENGTHS[name])
         store.read_into(storage_key(name), memoryview(target))
         assert target == data_of(name)
-
-
-def flip(data, draw):
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-
-
-def cut(data, draw):
-    del data[draw.randrange(len(data)) :]
-
-
-def cut_at_a_block(data, draw):
-    del data[draw.randrange(len(data) // 4_096) * 4_096 :]
-
-
-def lose_a_block(data, draw):
-    start = draw.randrange(len(data) // 4_096) * 4_096
-    data[start : start + 4_096] = bytes(4_096)
-
-
-def grow(data, draw):
-    data += bytes(draw.randrange(1, 9_000))
-
-
-def mix(data, draw):
-    """The beginning of this file, and the rest of noise: a write that went on after the power did not."""
-    start = draw.randrange(len(data))
-    data[start:] = draw.randbytes(len(data) - start)
-
-
-DAMAGES = [flip, cut, cut_at_a_block, lose_a_block, grow, mix]
-
-
-def test_whatever_happens_to_files_no_read_gives_a_wrong_byte_and_every_start_works(tmp_path):
-    draw = random.Random(SEED)
-    store = FolderStore(str(tmp_path / "nvme"))
-    seen = set()
-    store.open()
-    for _ in range(ROUNDS):
-        for name in LENGTHS:
-            put(store, name)
-        for name in draw.sample(sorted(LENGTHS), draw.randrange(1, 4)):
-            place = tmp_path / "nvme" / store._place(name_of(storage_key(name)))
-            data = bytearray(place.read_bytes())
-            before, damage = bytes(data), draw.choice(DAMAGES)
-            damage(data, draw)
-            place.write_bytes(data)
-            if draw.random() < 0.2:
-                os.rename(place, str(place) + ".tmp")
-            seen.add((damage.__name__, data == before))
-        for found in store.listing().files:
-            check_one(store, found.name)
-    store.close()
-    assert {name for name, _ in seen} == {damage.__name__ for damage in DAMAGES}
-
-
-def check_one(store, name):
-    """A file is what it was, or is refused; one that is refused is removed, as the tier does."""
-    chunk = next(chunk for chunk in LENGTHS if name_of(storage_key(chunk)) == name)
-    target = bytearray(LENGTHS[chunk])
-    try:
-        header = store.header(name)
-        store.read_into(storage_key(chunk), memoryview(target))
-    except ChunkCorrupt:
-        store.remove(name)
-        return
-    assert target == data_of(chunk)
-    assert header.label == label(chunk)

@@ -1,6 +1,7 @@
 """The DRAM tier works ahead: chunks are withdrawn before their slots are free, and no put ever waits for that."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -9,8 +10,10 @@ import xxhash
 from nodeagent.errors import TierUnavailable
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
+from nodeagent.tiers import dram
+from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import FREE_SLOTS_FRACTION, DramTier
-from tests.nodeagent.running import CHUNK_BYTES, label, payload, storage_key
+from tests.nodeagent.running import CHUNK_BYTES, WAIT_S, label, open_fds, payload, storage_key
 
 SLOTS = 2 * FREE_SLOTS_FRACTION
 
@@ -131,3 +134,44 @@ async def test_a_commit_of_nothing_is_refused():
         assert await tier.commit("p", 1) is PutOutcome.REFUSED
         await tier.ensure(CHUNK_BYTES)
         assert await tier.commit("p", 1) is PutOutcome.REFUSED
+
+
+class SlowArenas:
+    """Arenas that are made when the test lets them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.made: list[Arena] = []
+        self.has_begun, self.let = threading.Event(), threading.Event()
+        monkeypatch.setattr(dram, "Arena", self)
+
+    def __call__(self, *arguments, **options) -> Arena:
+        self.has_begun.set()
+        assert self.let.wait(WAIT_S)
+        self.made.append(Arena(*arguments, **options))
+        return self.made[-1]
+
+
+async def test_an_arena_whose_asker_has_left_is_made_once_for_the_next(monkeypatch):
+    arenas = SlowArenas(monkeypatch)
+    async with tier_with(Withdrawals(), {}) as tier:
+        first = asyncio.create_task(tier.ensure(CHUNK_BYTES))
+        await asyncio.to_thread(arenas.has_begun.wait, WAIT_S)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(tier.ensure(CHUNK_BYTES))
+        await asyncio.sleep(0)
+        arenas.let.set()
+        hierarchy = await second
+        assert arenas.made == [hierarchy.arena]
+
+
+async def test_an_arena_that_is_being_made_at_the_end_is_given_back(monkeypatch):
+    arenas, before = SlowArenas(monkeypatch), open_fds()
+    async with tier_with(Withdrawals(), {}) as tier:
+        asking = asyncio.create_task(tier.ensure(CHUNK_BYTES))
+        await asyncio.to_thread(arenas.has_begun.wait, WAIT_S)
+        asyncio.get_running_loop().call_later(0, arenas.let.set)
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    assert len(arenas.made) == 1
+    assert open_fds() == before

@@ -203,21 +203,33 @@ async def test_a_folder_that_goes_is_not_replaced_by_another_and_comes_back_with
         assert await drives.read(mine[0]) == payload(mine[0], LENGTH)
 
 
-async def test_a_hit_leaves_no_parent_older_than_its_child_on_any_drive(tmp_path):
-    """Chunks are read from the root on, each later than its parent; the walk at the hit's end sets that right."""
+@pytest.mark.parametrize("is_read", [False, True], ids=["written", "read"])
+async def test_what_was_written_or_read_leaves_no_parent_older_than_its_child_on_any_drive(tmp_path, is_read):
+    """Chunks are written and read from the root on, each later than its parent: once it rests, that is set right."""
     chain = [f"c{position}" for position in range(24)]
     stores = stores_in(tmp_path)
     async with drives_on(stores) as drives:
         for position, name in enumerate(chain):
             store_chunk(drives, label(name, chain[position - 1] if position else None, position), name)
-        await soon(lambda: not drives.nvme.queued_writes and len(drives.nvme) == len(chain))
-        for name in chain:
+        await soon(lambda: len(drives.nvme) == len(chain))
+        for name in chain if is_read else ():
             assert await drives.read(name) is not None
-        drives.nvme.touch(storage_key(chain[-1]))
         for drive in drives.drives:
             ages = [entry.label.position for entry in drive.index.take_victims(1 << 30, 100)]
             assert len(ages) > 4
             assert ages == sorted(ages, reverse=True)
+
+
+async def test_what_waits_for_a_drive_that_fails_is_refused_at_once(tmp_path):
+    stores = stores_in(tmp_path, 1)
+    async with drives_on(stores) as drives:
+        for name in NAMES[:6]:
+            store_chunk(drives, label(name), name)
+        assert drives.nvme.queued_writes == 6
+        stores[0].error = errno.EIO
+        drives.drives[0].fail("told to")
+        assert drives.nvme.queued_writes == 0
+        assert drives.count("admission_refused_total", reason="nvme_quarantined") == 6
 
 
 def store_chunk(drives, chunk, name):

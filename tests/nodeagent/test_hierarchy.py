@@ -52,6 +52,17 @@ def put(hierarchy, chunk, holder="p", checksum=GOOD, length=100):
     return hierarchy.finish_commit(reservation, checksum)
 
 
+def test_chunks_of_one_label_are_all_found_by_it_while_they_are_there(hierarchy):
+    first, second = label("a"), ChunkLabel(storage_key("b"), storage_key("a")[:16], None, 0)
+    put(hierarchy, first)
+    put(hierarchy, second)
+    assert hierarchy.storage_keys(first.directory_key) == (first.storage_key, second.storage_key)
+    hierarchy.drop(hierarchy.find(first.storage_key))
+    assert hierarchy.storage_keys(first.directory_key) == (second.storage_key,)
+    hierarchy.drop(hierarchy.find(second.storage_key))
+    assert hierarchy.storage_keys(first.directory_key) == ()
+
+
 def test_a_put_is_found_only_after_its_bytes_are_checked(hierarchy, changes):
     granted = hierarchy.reserve(label("a"), 100, GOOD, "p")
     assert hierarchy.contains_run([storage_key("a")]) == 0
@@ -316,6 +327,16 @@ class HierarchyAgainstModel(RuleBasedStateMachine):
     def what_is_announced_is_what_is_stored(self) -> None:
         assert {key for key, mask in self.announced.items() if mask} == {key[:16] for key in self.stored}
         assert len(self.hierarchy) == len(self.stored)
+
+    @invariant()
+    def what_can_be_had_is_free_or_held_by_nobody(self) -> None:
+        held = {key for _, key, _, _ in self.references.values()}
+        assert self.hierarchy.takeable_slots == self.arena.free_slots + len(set(self.stored) - held)
+
+    @invariant()
+    def a_label_leads_to_the_chunks_that_have_it(self) -> None:
+        found = {key for label_key in self.announced for key in self.hierarchy.storage_keys(label_key)}
+        assert found == set(self.stored)
 
 
 TestHierarchyAgainstModel = HierarchyAgainstModel.TestCase

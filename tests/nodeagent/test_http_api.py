@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nodeagent import http_api
 from nodeagent.files import FileShelf
+from nodeagent.hints import Hint, PeerAddress, PeerHint, read_address
 from nodeagent.http_api import HttpServer, ResetOutcome, create_api, listen
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers import write_policy
@@ -34,6 +35,19 @@ def state():
     return {"ready": False, "pins": Pins()}
 
 
+class HintsNoted:
+    def __init__(self, state):
+        self.state = state
+
+    def prefetch(self, hint):
+        self.state["hinted"] = hint
+        return len(hint.keys) + sum(len(peer.keys) for peer in hint.peers)
+
+    def cancel(self, hint):
+        self.state["cancelled"] = hint
+        return len(hint.keys)
+
+
 async def no_reset(engine):
     return ResetOutcome.UNKNOWN
 
@@ -43,16 +57,18 @@ async def http(state):
     files = FileShelf()
     state["named"] = files.keep("engine", {"tokenizer.json": b"content"})
 
-    def hint(keys):
-        state["hinted"] = keys
-        return len(keys)
-
     async def reset(engine):
         state["reset"] = engine
         return state["outcome"]
 
     api = create_api(
-        files, AgentMetrics().registry, lambda: state["ready"], lambda: {"host": "h"}, hint, reset, state["pins"]
+        files,
+        AgentMetrics().registry,
+        lambda: state["ready"],
+        lambda: {"host": "h"},
+        HintsNoted(state),
+        reset,
+        state["pins"],
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://agent") as client:
         yield client
@@ -84,7 +100,22 @@ async def test_the_status_is_json(http):
 async def test_a_hint_names_directory_keys(http, state):
     answer = await http.post("/prefetch", json={"keys": ["ab" * 16, "CD" * 16]})
     assert (answer.status_code, answer.json()) == (202, {"accepted": 2})
-    assert state["hinted"] == [b"\xab" * 16, b"\xcd" * 16]
+    assert state["hinted"] == Hint((b"\xab" * 16, b"\xcd" * 16))
+
+
+async def test_a_hint_may_name_peers_and_what_they_hold(http, state):
+    body = {"keys": [], "peers": [{"address": "10.0.0.7:8301", "keys": ["ab" * 16]}, {"address": "b:1", "keys": []}]}
+    answer = await http.post("/prefetch", json=body)
+    assert (answer.status_code, answer.json()) == (202, {"accepted": 1})
+    peers = (PeerHint(PeerAddress("10.0.0.7", 8301), (b"\xab" * 16,)), PeerHint(PeerAddress("b", 1), ()))
+    assert state["hinted"] == Hint((), peers)
+
+
+async def test_a_hint_is_cancelled_by_the_same_body(http, state):
+    answer = await http.request("DELETE", "/prefetch", json={"keys": ["ab" * 16]})
+    assert (answer.status_code, answer.json()) == (200, {"cancelled": 1})
+    assert state["cancelled"] == Hint((b"\xab" * 16,))
+    assert (await http.request("DELETE", "/prefetch", json={"keys": 3})).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -101,6 +132,23 @@ async def test_a_hint_names_directory_keys(http, state):
         (b'{"keys": [], "kyes": []}', 400, "kyes"),
         (b'{"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 4_097) + b"]}", 400, "$.keys"),
         (b"[" * 100_000, 400, "keys"),
+        (b'{"peers": []}', 400, "keys"),
+        (b'{"keys": [], "peers": {}}', 400, "$.peers"),
+        (b'{"keys": [], "peers": [{"keys": []}]}', 400, "address"),
+        (b'{"keys": [], "peers": [{"address": "a:1"}]}', 400, "keys"),
+        (b'{"keys": [], "peers": [{"address": "a:1", "keys": ["ab"]}]}', 400, "$.peers[0].keys[0]"),
+        (b'{"keys": [], "peers": [{"address": "a:1", "keys": [], "weight": 1}]}', 400, "weight"),
+        (b'{"keys": [], "peers": [{"address": "a:0", "keys": []}]}', 400, "$.peers[0].address"),
+        (b'{"keys": [], "peers": [' + b",".join([b'{"address": "a:1", "keys": []}'] * 17) + b"]}", 400, "$.peers"),
+        (
+            b'{"keys": ['
+            + b",".join([b'"' + b"ab" * 16 + b'"'] * 4_000)
+            + b'], "peers": [{"address": "a:1", "keys": ['
+            + b",".join([b'"' + b"ab" * 16 + b'"'] * 97)
+            + b"]}]}",
+            400,
+            "$.peers",
+        ),
         (b" " * 300_000, 413, "exceeds"),
     ],
     ids=lambda value: repr(value)[:24],
@@ -110,6 +158,24 @@ async def test_a_bad_hint_is_a_400_that_names_the_field(http, state, body, statu
     assert answer.status_code == status
     assert named in answer.json()["detail"]
     assert "hinted" not in state
+
+
+@pytest.mark.parametrize("text", ["a:1", "node-7.rack_2.example.:65535", "10.0.0.7:8301", "[::1]:80", "[fe80::1]:80"])
+def test_an_address_is_read_as_it_is_written(text):
+    assert str(read_address(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "a", ":1", "a:", "a:0", "a:65536", "a:1234567", "a:+1", "a:\u0661", "a b:1", "a/b:1", "u@a:1"),
+        *("::1:80", "[::1:80", "[a]:1", "-a:1", "a\n:1", "[fe80::1%eth0]:80", "[fe80::1%\n]:80"),
+    ],
+    ids=ascii,
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ValueError, match="an address is host:port"):
+        read_address(text)
 
 
 async def test_pins_are_added_and_removed_within_their_bound(http, state, monkeypatch):
@@ -127,7 +193,7 @@ async def test_pins_are_added_and_removed_within_their_bound(http, state, monkey
 @pytest.fixture
 async def port(state):
     files, registry = FileShelf(), AgentMetrics().registry
-    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, lambda keys: len(keys), no_reset, None)
+    api = create_api(files, registry, lambda: True, lambda: {"host": "h"}, HintsNoted(state), no_reset, None)
     with listen("127.0.0.1", 0) as listener:
         server = HttpServer(api, listener)
         task = asyncio.create_task(server.run_until_stopped())
@@ -150,7 +216,7 @@ HEAD = b"POST /prefetch HTTP/1.1\r\nhost: x\r\n"
         (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400),
         (HEAD + b"content-length: -1\r\n\r\n{}", 400),
         (HEAD + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b", 400),
-        (b"DELETE /prefetch HTTP/1.1\r\nhost: x\r\n\r\n", 405),
+        (b"PUT /prefetch HTTP/1.1\r\nhost: x\r\n\r\n", 405),
         (b"GET /files/%ff%00 HTTP/1.1\r\nhost: x\r\n\r\n", 404),
         (b"nonsense\r\n\r\n", 400),
     ],

@@ -33,13 +33,13 @@ anything = st.one_of(
 )
 
 
-def learned(cost: LoadCost, rounds: int, noise: float, outlier_share: float, seed: int, sizes=SIZES_MIB) -> LearnedCost:
-    """After reads that took up to `noise` (a share) longer or shorter, some of them many times as long."""
+def learned(cost: LoadCost, rounds: int, noise: float = 0.0, odd_every: int = 0, seed: int = 0, sizes=SIZES_MIB):
+    """After reads that took up to `noise` (a share) longer or shorter, one in so many of them many times as long."""
     chance, learning = random.Random(seed), LearnedCost(BELIEVED)
-    for _ in range(rounds):
+    for number in range(rounds):
         for size in sizes:
             seconds = cost.seconds(size * MIB) * chance.uniform(1 - noise, 1 + noise)
-            is_odd = chance.random() < outlier_share
+            is_odd = odd_every and number % odd_every == 0
             learning.note(size * MIB, seconds * (chance.uniform(3, 50) if is_odd else 1))
     return learning
 
@@ -48,31 +48,29 @@ def learned(cost: LoadCost, rounds: int, noise: float, outlier_share: float, see
 @given(costs)
 def test_reads_without_noise_give_both_parts_exactly(cost):
     assume(cost.fixed_s < (1 - BYTES_SHARE_MIN) * cost.seconds(SIZES_MIB[-1] * MIB))
-    found = learned(cost, CLASS_READS_MIN, 0.0, 0.0, 0).cost
+    found = learned(cost, CLASS_READS_MIN).cost
     assert found.bytes_per_s == pytest.approx(cost.bytes_per_s, rel=1e-6)
     assert found.fixed_s == pytest.approx(cost.fixed_s, rel=1e-3, abs=1e-3 * cost.seconds(MIB))
 
 
 @settings(max_examples=200, deadline=None)
 @given(costs, st.integers(0, 2**32))
-def test_what_a_load_of_a_size_that_was_seen_takes_is_right_to_a_third_whatever_the_noise(cost, seed):
-    found = learned(cost, 3 * CLASS_READS_MAX, 0.25, 0.1, seed).cost
+def test_a_third_of_all_reads_may_be_many_times_as_long_and_loads_are_right_to_two_fifths(cost, seed):
+    found = learned(cost, 3 * CLASS_READS_MAX, noise=0.15, odd_every=3, seed=seed).cost
     for size in SIZES_MIB:
-        assert found.seconds(size * MIB) == pytest.approx(cost.seconds(size * MIB), rel=0.34)
+        assert found.seconds(size * MIB) == pytest.approx(cost.seconds(size * MIB), rel=0.4)
 
 
 @settings(max_examples=100, deadline=None)
-@given(costs, costs, st.integers(0, 2**32))
-def test_after_a_change_the_cost_is_the_new_one_within_half_a_class_of_reads_of_each_size(before, after, seed):
-    learning = learned(before, CLASS_READS_MAX, 0.0, 0.0, seed)
+@given(costs, costs)
+def test_after_a_change_the_cost_is_the_new_one_once_half_of_each_class_is_new(before, after):
+    assume(after.fixed_s < (1 - BYTES_SHARE_MIN) * after.seconds(SIZES_MIB[-1] * MIB))
+    learning = learned(before, CLASS_READS_MAX)
     for _ in range(CLASS_READS_MAX // 2 + 1):
         for size in SIZES_MIB:
             learning.note(size * MIB, after.seconds(size * MIB))
-    # Half of a class may still be the old reads, of which the lower middle one could be taken.
     for size in SIZES_MIB:
-        fastest = min(before.seconds(size * MIB), after.seconds(size * MIB))
-        assert learning.cost.seconds(size * MIB) <= after.seconds(size * MIB) * 1.34 or after == before
-        assert learning.cost.seconds(size * MIB) >= fastest * 0.66
+        assert learning.cost.seconds(size * MIB) == pytest.approx(after.seconds(size * MIB), rel=1e-3)
 
 
 @settings(max_examples=300, deadline=None)
@@ -98,13 +96,13 @@ def test_one_odd_read_changes_nothing_and_three_count():
 
 
 def test_where_all_reads_are_of_one_size_the_fixed_part_stays_as_believed():
-    found = learned(LoadCost(0.05, 2e8), CLASS_READS_MAX, 0.0, 0.0, 0, sizes=(32,)).cost
+    found = learned(LoadCost(0.05, 2e8), CLASS_READS_MAX, sizes=(32,)).cost
     assert found.fixed_s == BELIEVED.fixed_s
     assert found.seconds(32 * MIB) == pytest.approx(LoadCost(0.05, 2e8).seconds(32 * MIB))
 
 
 def test_sizes_that_nobody_reads_any_more_are_forgotten():
-    learning = learned(LoadCost(0.0, 1e8), CLASS_READS_MIN, 0.0, 0.0, 0, sizes=(1,))
+    learning = learned(LoadCost(0.0, 1e8), CLASS_READS_MIN, sizes=(1,))
     now = LoadCost(0.0, 1e10)
     for _ in range(AGE_READS_MAX):
         learning.note(128 * MIB, now.seconds(128 * MIB))

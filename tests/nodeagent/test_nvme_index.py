@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.labels import ChunkLabel
-from nodeagent.tiers import key_table, sorted_runs
+from nodeagent.tiers import key_table, nvme_index, sorted_runs
 from nodeagent.tiers.chunk_file import FileHeader, file_bytes
 from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.found_files import FoundFile, FoundFiles
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
-from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
+from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex, order_of_use
 from tests.nodeagent.running import storage_key
 
 LENGTH = 5_000
@@ -193,3 +193,51 @@ def test_a_chunk_costs_less_than_300_bytes_of_memory(count):
         tracemalloc.stop()
     assert index.used_bytes == count * file_bytes(LENGTH)
     assert used / count < CHUNK_BYTES_MAX
+
+
+def restored(names):
+    """An index as headers that were read left it: in no order that means anything."""
+    index = NvmeIndex(lambda key, mask: None)
+    index.list_files(FoundFiles())
+    for age, name in enumerate(names):
+        label = chunk(*name)
+        index.restore(FileHeader(label, b"i" * 32, LENGTH, label.storage_key[:16]), float(age % 3))
+    return index
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.permutations(NAMES),
+    st.lists(st.tuples(st.sampled_from(["add", "touch", "drop", "nothing"]), st.sampled_from(NAMES)), max_size=60),
+)
+def test_no_parent_is_older_than_its_child_whatever_happens_while_a_start_is_put_in_order(names, changes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_index, "COPY_STEP_ITEMS", 40)
+        index, pending = restored(names[: len(names) - 3]), list(changes)
+
+        def change():
+            what, name = pending.pop() if pending else ("nothing", NAMES[0])
+            held = index.get(chunk(*name).storage_key)
+            if what == "add":
+                index.add(entry(chunk(*name)))
+            elif what == "touch":
+                index.touch(chunk(*name).storage_key)
+            elif what == "drop" and held is not None:
+                index.drop(held)
+
+        copying = index.account_of_use()
+        account = next(copying)
+        for _ in copying:
+            change()
+        ordered = order_of_use(account)
+        change()
+        for start in range(0, len(ordered.rows), 4):
+            index.put_in_order(ordered, start, 4)
+            change()
+        index.end_restoring()
+    seen = [each.label for each in index.entries()]
+    place = {label.storage_key: number for number, label in enumerate(seen)}
+    assert len(seen) == len(index)
+    for label in seen:
+        if label.parent in place:
+            assert place[label.parent] > place[label.storage_key]

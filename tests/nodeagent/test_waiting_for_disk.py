@@ -260,3 +260,69 @@ def test_the_rate_of_the_disk_that_engines_report_is_the_measured_one(tmp_path, 
         assert host.flops == engine.flops
         assert host.fixed_s.keys() == host.bytes_per_s.keys() == {Tier.DRAM, Tier.NVME}
         assert agent.status()["load_costs"]["nvme"]["bytes_per_s"] == round(host.bytes_per_s[Tier.NVME])
+
+
+def cancel(agent, *names):
+    return agent.on_loop(lambda: agent.agent._lower.cancel([storage_key(name)[:16] for name in names]))
+
+
+def test_hints_that_are_taken_back_are_not_read_unless_others_gave_them_or_the_read_has_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(promotion_module, "PREFETCH_WORKERS", 1)
+    with cold_agent(tmp_path, monkeypatch) as (agent, gate), connected(agent.config.door) as client:
+        assert prefetch(agent, *NAMES[:4]) == 4
+        gate.wait_for_read()
+        assert prefetch(agent, NAMES[0], NAMES[1]) == 0
+        assert cancel(agent, *NAMES[:3], "unknown") == 1
+        assert agent.metric(DROPPED, reason="cancelled") == 1
+        gate.open()
+        eventually(lambda: count(agent, "prefetched_chunks") == 3, "what is begun, and what others want")
+        tiers = {name: [chunk.tier for chunk in opened(client, name)] for name in NAMES[:4]}
+        assert tiers == {NAMES[0]: ["dram"], NAMES[1]: ["dram"], NAMES[2]: ["nvme"], NAMES[3]: ["dram"]}
+        eventually(lambda: nothing_is_held(agent), "the closes")
+
+
+def opened(client, name):
+    chunks = client.open(keys(name), WAIT_S)
+    client.close(chunks)
+    return chunks
+
+
+def test_hints_leave_the_last_slots_to_engines(tmp_path, monkeypatch):
+    with cold_agent(tmp_path, monkeypatch) as (agent, gate), connected(agent.config.door) as client:
+        gate.open()
+        held = client.open(keys(*NAMES[: SLOTS - 1]), WAIT_S)
+        assert prefetch(agent, NAMES[-1]) == 1
+        eventually(lambda: agent.metric(DROPPED, reason="no_room") == 1, "the drop")
+        client.close(held)
+        eventually(lambda: nothing_is_held(agent), "the closes")
+        assert prefetch(agent, NAMES[-1]) == 1
+        eventually(lambda: count(agent, "prefetched_chunks") == 1, "the load")
+
+
+def test_another_host_is_given_what_is_on_disk_while_no_engine_here_waits_for_a_read(tmp_path, monkeypatch):
+    def given(identities, wait_s=WAIT_S):
+        async def ask():
+            run = await agent.agent._lower.open_labelled(storage_key(NAMES[1])[:16], identities, wait_s)
+            names = list(run.keys)
+            run.let_go()
+            return names
+
+        return agent.call(ask())
+
+    with (
+        cold_agent(tmp_path, monkeypatch) as (agent, gate),
+        connected(agent.config.door) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        identities = [agent.agent._roster.engines[0].identity_digest]
+        opening = thread.submit(client.open, keys(NAMES[0]), WAIT_S)
+        gate.wait_for_read()
+        assert given(identities, 0.05) == []
+        assert nvme_status(agent)["reads"] == 1, "the engine's own"
+        gate.open()
+        client.close(opening.result(WAIT_S))
+        eventually(lambda: nothing_is_held(agent), "the close")
+        assert given([bytes(32)]) == []
+        assert given(identities) == keys(NAMES[1])
+        monkeypatch.setattr(promotion_module, "PEER_READS_MAX", 0)
+        assert given(identities) == []

@@ -1,0 +1,1 @@
+"""Chunks from other hosts' agents, and for them."""
