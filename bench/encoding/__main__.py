@@ -65,7 +65,11 @@ def _measure(options: argparse.Namespace) -> int:
         if not options.json:
             _show([cost for cost in costs if cost.tokenizer == family], memories[-1], lags[-1])
     if options.json:
-        rows = [asdict(cost) | {"times_cheaper": cost.times_cheaper} for cost in costs]
+        rows = [
+            asdict(cost)
+            | {"times_cheaper": cost.times_cheaper, "times_cheaper_at_least_cost": cost.times_cheaper_at_least_cost}
+            for cost in costs
+        ]
         report = {
             "costs": rows,
             "memory": [asdict(memory) for memory in memories],
@@ -77,10 +81,9 @@ def _measure(options: argparse.Namespace) -> int:
 
 def _show(costs: Sequence[Cost], memory: Memory, lag: Lag) -> None:
     for cost in costs:
-        figures = f"{cost.tokens:6} tokens  plain {cost.plain_ms:7.2f} ms  ours {cost.ours_ms:6.2f} ms"
-        print(
-            f"{cost.tokenizer:12} {cost.backend:11} {cost.workload:45} {figures}  x{cost.times_cheaper:.2f}", flush=True
-        )
+        medians = f"plain {cost.plain_ms:7.2f} ms  ours {cost.ours_ms:6.2f} ms  x{cost.times_cheaper:.2f}"
+        least = f"{cost.plain_least_ms:7.2f}  {cost.ours_least_ms:6.2f}  x{cost.times_cheaper_at_least_cost:.2f}"
+        print(f"{cost.tokenizer:12} {cost.workload:43} {cost.tokens:6} tokens  {medians}   least: {least}", flush=True)
     gained, budget = memory.gained_bytes / 2**20, memory.budget_bytes / 2**20
     print(f"    {memory.tokens:,} fresh tokens: {gained:.0f} MiB more resident, of a budget of {budget:.0f}")
     late = (

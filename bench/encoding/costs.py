@@ -25,7 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A workload's CPU ms a request: encoded plainly (render and keys too, where the gateway's have them), and ours."""
+    """A workload's CPU ms a request: encoded plainly (rendered too, where the gateway's is), and ours.
+
+    Medians of the rounds, and the least of them: what it costs where nobody else disturbs the caches.
+    """
 
     tokenizer: str
     backend: str
@@ -33,11 +36,18 @@ class Cost:
     tokens: int
     plain_ms: float
     ours_ms: float
+    plain_least_ms: float
+    ours_least_ms: float
 
     @property
     def times_cheaper(self) -> float:
-        """How many times cheaper ours is."""
+        """How many times cheaper ours is, by the medians."""
         return self.plain_ms / self.ours_ms
+
+    @property
+    def times_cheaper_at_least_cost(self) -> float:
+        """The same by the least costs."""
+        return self.plain_least_ms / self.ours_least_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +92,8 @@ class _Meter:
         text = writer.text(int(self.setting.prompt_tokens * self.token_chars))
         encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
         encoder.encode(text)
-        # Each request's text is an object of its own, whose hash isn't known yet.
-        copies = [text.encode().decode() for _ in range(self.setting.rounds)]
-        return self._cost("identical prompt", [self._both(partial(str, copy), encoder.encode) for copy in copies])
+        rows = [self._both(partial(str, _copy(text)), encoder.encode, text) for _ in range(self.setting.rounds)]
+        return self._cost("identical prompt", rows)
 
     def last_turn(self, writer: Writer) -> Cost:
         """The twentieth turn, with render and keys; what an earlier turn had was seen."""
@@ -93,9 +102,11 @@ class _Meter:
             encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
             turn_chars = int((self.setting.prompt_tokens * self.token_chars - 1500) / TURNS)
             *earlier, last = conversation(writer, TURNS, turn_chars)
-            for messages in earlier:
-                encoder.encode(self._rendered(messages))
-            pairs.append(self._both(partial(self._rendered, last), encoder.encode, with_keys=True))
+            rendered = [self._rendered(messages) for messages in earlier]
+            for text in rendered:
+                encoder.encode(text)
+            step = partial(self._rendered, last)
+            pairs.append(self._both(step, encoder.encode, rendered[-1], with_keys=True))
         return self._cost("20th turn, with render and keys", pairs)
 
     def shuffled_documents(self, writer: Writer) -> Cost:
@@ -105,7 +116,8 @@ class _Meter:
         encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
         first, *later = [self._rendered(each) for each in questions(writer, documents, 1 + self.setting.rounds)]
         encoder.encode(first)
-        return self._cost("shuffled documents", [self._both(partial(str, text), encoder.encode) for text in later])
+        rows = [self._both(partial(str, text), encoder.encode, first) for text in later]
+        return self._cost("shuffled documents", rows)
 
     def never_seen(self, writer: Writer) -> Cost:
         """Text that nobody has seen, against the backend alone: what looking up costs where it is in vain."""
@@ -122,8 +134,10 @@ class _Meter:
         return self._cost("never-seen text, against the backend alone", rows)
 
     def _both(
-        self, text_of: Callable[[], str], encode: Callable[[str], bytes], with_keys: bool = False
+        self, text_of: Callable[[], str], encode: Callable[[str], bytes], known: str, with_keys: bool = False
     ) -> tuple[int, float, float]:
+        """`known` is the text of a request that was just served."""
+
         def ours() -> bytes:
             ids = encode(text_of())
             if with_keys:
@@ -135,6 +149,9 @@ class _Meter:
             return ids
 
         expected, plain_ms = _timed(plainly)
+        # Plain encoding frees ten thousands of small blocks, and whoever asks for memory next pays for the tidying, up
+        # to 4 ms. A gateway doesn't encode plainly: its last request was one like this.
+        encode(_copy(known))
         ids, ours_ms = _timed(ours)
         assert list(memoryview(ids).cast("I")) == expected, "ids differ"
         return len(expected), plain_ms, ours_ms
@@ -143,8 +160,22 @@ class _Meter:
         return self.renderer.render({"messages": messages})
 
     def _cost(self, workload: str, rows: Sequence[tuple[int, float, float]]) -> Cost:
-        tokens, plain_ms, ours_ms = (statistics.median(column) for column in zip(*rows, strict=True))
-        return Cost(self.tokenizer.name, self.tokenizer.rest.name, workload, int(tokens), plain_ms, ours_ms)
+        tokens, plain, ours = zip(*rows, strict=True)
+        return Cost(
+            self.tokenizer.name,
+            self.tokenizer.rest.name,
+            workload,
+            int(statistics.median(tokens)),
+            statistics.median(plain),
+            statistics.median(ours),
+            min(plain),
+            min(ours),
+        )
+
+
+def _copy(text: str) -> str:
+    """An object of its own, as each request's text is: its hash isn't known yet."""
+    return text.encode().decode()
 
 
 def _timed(step: Callable[[], Result]) -> tuple[Result, float]:

@@ -64,7 +64,7 @@ def load(name: str, content: bytes, backend: str | None = None) -> Tokenizer:
     text = content.decode()
     reference, pipeline = HuggingFaceBackend(text), read_pipeline(text)
     whole = fastest_backend(text, reference) if backend is None else BACKENDS[backend](text)
-    rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
+    rules = cut_rules(pipeline)
     if backend is None:
         rest = next(rest_backends(pipeline, whole))
     else:

@@ -35,12 +35,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from zlib import crc32
 
-from gateway.encoding.added_tokens import AddedToken
-from gateway.encoding.pipeline import Family
+from gateway.encoding.pipeline import Family, Pipeline, Prefix
 
 LONG = 4
 """What is longer than so many times the aim is cut, or cut again at a finer kind of place."""
-STRETCH_CHARS = 2048
+STRETCH_CHARS = 1024
 """Aimed at for stretches of whole prompts."""
 SEEN_CHARS = 8
 """Characters behind a place that decide whether it is used."""
@@ -116,15 +115,24 @@ RULES: dict[Family, CutRules] = {
 }
 
 
-def cut_rules(family: Family | None, vocabulary: Iterable[str], added_tokens: Sequence[AddedToken]) -> CutRules:
-    """The rules of a family; for SentencePiece those that the vocabulary allows."""
-    if family is None:
+def cut_rules(pipeline: Pipeline) -> CutRules:
+    """The rules for a pipeline; for SentencePiece those that its vocabulary allows."""
+    if pipeline.family is None:
         return CutRules()
-    rules = _sentencepiece_rules(vocabulary) if family is Family.SENTENCEPIECE else RULES[family]
-    # A token that ends in a line end would begin a gap right behind it.
-    is_free = not any(re.search("\n[A-Za-z]|[!-~]\n|.\n$", token.content) for token in added_tokens)
-    strips = any(token.strips_before or token.strips_after for token in added_tokens)
-    return replace(rules, between_tokens=is_free and not strips)
+    is_sentencepiece = pipeline.family is Family.SENTENCEPIECE
+    rules = _sentencepiece_rules(pipeline.vocabulary) if is_sentencepiece else RULES[pipeline.family]
+    return replace(rules, between_tokens=_hold_between_tokens(pipeline, rules))
+
+
+def _hold_between_tokens(pipeline: Pipeline, rules: CutRules) -> bool:
+    tokens = pipeline.added_tokens
+    if any(token.strips_before or token.strips_after for token in tokens):
+        return False
+    if any(re.search("\n[A-Za-z]|[!-~]\n", token.content) for token in tokens):
+        return False
+    # Where every gap has a prefix, what follows a place must go on with a gap, and not begin one.
+    goes_on = all(rule.offset for rule in rules.lines) and not any(token.content.endswith("\n") for token in tokens)
+    return goes_on or pipeline.prefix is not Prefix.GAPS
 
 
 def _sentencepiece_rules(vocabulary: Iterable[str]) -> CutRules:

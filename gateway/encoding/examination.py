@@ -56,7 +56,7 @@ def examine(content: bytes) -> Examination:
         return Examination(backend.name, token_chars_max, None, str(error))
     if {token.content: token.token_id for token in pipeline.added_tokens} != reference.added_tokens():
         return Examination(backend.name, token_chars_max, None, "added tokens under other ids than the file says")
-    rules = cut_rules(pipeline.family, pipeline.vocabulary, pipeline.added_tokens)
+    rules = cut_rules(pipeline)
     pipeline = replace(pipeline, vocabulary=())
     for rest in rest_backends(pipeline, backend):
         depth = proven_depth(pipeline, rules, backend, rest)

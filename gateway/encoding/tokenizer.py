@@ -70,7 +70,7 @@ class FastokensBackend:
 
     name: ClassVar[str] = "fastokens"
     inline_chars_max: ClassVar[int] = 16_000
-    piece_chars: ClassVar[int] = 2048
+    piece_chars: ClassVar[int] = 1024
 
     def __init__(self, pipeline: str) -> None:
         self._tokenizer = fastokens.Tokenizer.from_json_str(pipeline)

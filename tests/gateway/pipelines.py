@@ -99,6 +99,14 @@ def sentencepiece(normalizer: Pipeline | None, pre_tokenizer: Pipeline | None) -
     )
 
 
+def line_end_tokens() -> Pipeline:
+    """Added tokens of line ends alone, behind which a gap begins."""
+    pipeline = sentencepiece({"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None)
+    for content in ("\n", "\n\n"):
+        pipeline["added_tokens"].append(dict(pipeline["added_tokens"][0], id=9000, content=content))
+    return dict(json.loads(Tokenizer.from_str(json.dumps(pipeline)).to_str()))
+
+
 def _metaspace(scheme: str) -> Pipeline:
     return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
 
@@ -112,8 +120,10 @@ PIPELINES: dict[str, Callable[[], Pipeline]] = {
     "deepseek": lambda: split_by(Family.DEEPSEEK),
     "nested tokens": nested_tokens,
     "stripping tokens": stripping_tokens,
+    "gpt2, a space before gaps": lambda: dict(smollm2(), pre_tokenizer=dict(_BYTE_LEVEL, add_prefix_space=True)),
     "gemma": lambda: sentencepiece(_REPLACE, None),
     "legacy llama": lambda: sentencepiece({"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None),
+    "legacy llama, line ends as tokens": line_end_tokens,
     "mistral": lambda: sentencepiece(None, _metaspace("first")),
     "metaspace always": lambda: sentencepiece(None, _metaspace("always")),
 }
