@@ -4,13 +4,14 @@ Strict: an unknown key is an error. Every field says its unit; relations between
 comes from (file, `WARMROUTE_*` variables, flags) is none of this module's business.
 """
 
+import itertools
 import os
 import re
 import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
@@ -28,7 +29,14 @@ GB = 1e9
 TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 32, 512
 _TOKEN = f"[A-Za-z0-9+/=_.-]{{{TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}"
 
-DirectoryKeyHex = Annotated[str, StringConstraints(pattern=f"^[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}$")]
+
+def _directory_key(key: str) -> str:
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}", key):
+        raise ValueError(f"a directory key is {2 * DIRECTORY_KEY_BYTES} hex digits")
+    return key
+
+
+DirectoryKeyHex = Annotated[str, AfterValidator(_directory_key)]
 
 
 class Section(BaseModel):
@@ -234,6 +242,9 @@ class NvmeConfig(RatedConfig):
         twice = next((folder for folder in folders if folders.count(folder) > 1), None)
         if twice is not None:
             raise ValueError(f"paths names the folder {twice} twice; each drive has its own")
+        for outer, inner in itertools.permutations(folders, 2):
+            if inner.startswith(f"{outer.rstrip('/')}/"):
+                raise ValueError(f"paths names {inner}, which lies in {outer}; each drive has a folder of its own")
         return self
 
     @property
@@ -321,6 +332,12 @@ class PeersConfig(Section):
     )
     tls: PeerTlsConfig = PeerTlsConfig()
 
+    @field_validator("fetch", mode="before")
+    @classmethod
+    def _as_written(cls, value: object) -> object:
+        """YAML reads a bare on and off as truths."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
     @field_validator("token", mode="before")
     @classmethod
     def _is_secret(cls, token: object) -> object:
@@ -328,7 +345,7 @@ class PeersConfig(Section):
         if text is not None and not (isinstance(text, str) and re.fullmatch(_TOKEN, text)):
             raise ValueError(
                 f"a token is a text of {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} letters, digits or + / = _ . -, "
-                "such as `openssl rand -hex 32` prints"
+                "such as `openssl rand -hex 32` prints; one of digits only is put in quotes"
             )
         return token
 

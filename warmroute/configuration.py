@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -23,8 +23,8 @@ PREFIX = "WARMROUTE_"
 _SERVICE_VARIABLE = re.compile(r"WARMROUTE_(.+_)?(SERVICE_(HOST|PORT)(_.+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
 MASK = "***"
 FILE_CHARS_MAX = 1_000_000
-JSON_FIELDS = frozenset({"engines"})
-"""Fields that hold lists of sections; other values that begin with a bracket, as addresses do, are texts."""
+SHOWN_CHARS_MAX = 40
+"""A wrong value that is longer isn't repeated in the message."""
 HARMLESS_OPTIONS, SECRET_OPTION = (*TLS_OPTIONS, "db", "sentinel_username"), "sentinel_password"
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -76,7 +76,8 @@ def load(
     values = _without(values, foreign)
     for name, text in environment.items():
         if name.startswith(PREFIX) and not _is_of_a_service(name, text) and _dotted(name) not in foreign:
-            _set(values, _field_of(name, known), text)
+            field = _field_of(name, known)
+            _set(values, field, _listed(field, text) if _is_list(known[field].annotation) else text)
     for dotted, value in flags.items():
         if value is not None:
             _set(values, dotted, value)
@@ -167,12 +168,22 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise ConfigurationError(f"{section} must hold keys and values")
         values = inner
-    if isinstance(value, str) and value[:1] in ("[", "{") and dotted in JSON_FIELDS:
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{dotted} is not valid JSON: {error}") from None
     values[last] = value
+
+
+def _listed(dotted: str, text: str) -> Any:
+    """What a variable says of a list. A text that isn't JSON at all is left to the field, which says what is right."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{dotted} is not valid JSON: {error}") from None
+
+
+def _is_list(annotation: Any) -> bool:
+    """Whether a field holds a list; other values that begin with a bracket, as addresses do, are texts."""
+    return any(get_origin(kind) in (tuple, list) for kind in (annotation, *get_args(annotation)))
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -197,16 +208,34 @@ _KINDS = {
     "model_attributes_type": "must hold keys and values",
     "dict_type": "must hold keys and values",
     "string_type": "must be a text",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number, without a unit",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number, without a unit",
+    "int_from_float": "must be a whole number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
 }
+_SHOWN = frozenset({"float_parsing", "int_parsing", "bool_parsing"})
 
 
 def _in_plain_words(error: Any) -> str:
     """What is wrong, as somebody who writes YAML would say it."""
     if error["type"] in _KINDS:
-        return _KINDS[error["type"]]
+        return f"{_KINDS[error['type']]}{_given(error)}"
     message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
     given = error["input"]
     return f"{message}, not {given}" if isinstance(given, int | float) and message.startswith("must be") else message
+
+
+def _given(error: Any) -> str:
+    """What was given that isn't of its kind, where it is short and can be no secret; or what to do about it."""
+    given = error["input"]
+    if error["type"] == "string_type" and isinstance(given, int | float):
+        return ": put it in quotes"  # unrepeated, as it may be a secret
+    return (
+        f", not {given}" if error["type"] in _SHOWN and isinstance(given, str) and len(given) <= SHOWN_CHARS_MAX else ""
+    )
 
 
 def _nearest(name: str, known: Any) -> str:

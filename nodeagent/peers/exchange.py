@@ -5,10 +5,11 @@ before they go.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,14 +45,13 @@ class PeerExchange:
     def __enter__(self) -> Self:
         """Bind the port, and read the certificates. Raises `PeersUnavailable`."""
         listen, tls = self._config.listen, self._config.tls
-        try:
-            if tls.ca is not None:
+        if tls.ca is not None:
+            with _naming(f"ca: {tls.ca}"):
                 self._dialing = ssl.create_default_context(cafile=tls.ca)
-            if tls.cert is not None and tls.key is not None:
+        if tls.cert is not None and tls.key is not None:
+            with _naming(f"cert and key: {tls.cert} with {tls.key}"):
                 self._serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 self._serving.load_cert_chain(tls.cert, tls.key)
-        except (OSError, ValueError) as error:
-            raise PeersUnavailable(f"peers.tls can't be used: {error}") from error
         if listen.port is not None:
             family = socket.AF_INET6 if ":" in listen.bind else socket.AF_INET
             try:
@@ -123,5 +123,15 @@ class PeerExchange:
             "fetch": "auto" if fetcher is not None else "off",
             "fetching": fetcher.under_way if fetcher is not None else 0,
             "waiting": fetcher.waiting if fetcher is not None else 0,
-            "bytes_per_s": dict(self.rates()),
+            "bytes_per_s": {address: round(rate) for address, rate in self.rates().items()},
         }
+
+
+@contextlib.contextmanager
+def _naming(files: str) -> Iterator[None]:
+    """Say which certificate can't be used: TLS's own errors name no file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise PeersUnavailable(f"peers.tls.{files} can't be used: {reason}") from error
