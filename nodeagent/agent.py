@@ -188,16 +188,16 @@ class Agent:
         self, group: asyncio.TaskGroup, listener: socket.socket, ready: Callable[[], None] | None
     ) -> None:
         """Build bottom up, serve, then end top down: readiness, door, engines, host's life, tiers, HTTP."""
-        host = self._host
+        host, config = self._host, self._config
         withdrawn = partial(_await_withdrawn, host)
         self._tier = tier = DramTier(
-            self._config.dram.quota_bytes,
+            config.dram.quota_bytes,
             partial(host.record_in, int(Tier.DRAM)),
             withdrawn,
             group,
             self._metrics,
-            wish=self._config.dram.wish,
-            verify_reads=self._config.dram.verify_reads,
+            wish=config.dram.wish,
+            verify_reads=config.dram.verify_reads,
             tombstones=self._forgetting.tombstones,
         )
         nvme_loops = self._add_nvme(group)
@@ -207,7 +207,7 @@ class Agent:
         processes = ProcessWatch(self._process_gone)
         life = secrets.token_bytes(LIFE_BYTES)
         door = Door(
-            self._config.door,
+            config.door,
             processes,
             lambda peer: Session(peer, life, processes, roster, tier, self._lower, self._metrics),
         )
@@ -220,7 +220,8 @@ class Agent:
         web = group.create_task(http.run_until_stopped())
         try:
             self._is_ready = True
-            logger.info("the agent of host %s is ready at %s", self._config.host, self._config.door)
+            bind, port = listener.getsockname()[:2]
+            logger.info("the agent of host %s is ready at %s, HTTP at %s port %d", config.host, config.door, bind, port)
             if ready is not None:
                 ready()
             await self._stopping.wait()

@@ -24,6 +24,7 @@ WRITE_REFUSALS = (
     "endurance",
     "nvme_conflict",
     "nvme_corrupt",
+    "nvme_crowded",
     "nvme_error",
     "nvme_evicted_first",
     "nvme_paused",

@@ -83,10 +83,11 @@ class BudgetedStore:
         with contextlib.suppress(BudgetSpent, OSError):
             self._spend(TEST_BYTES)
         logger.info(
-            "%s may be written %d bytes in any 24 hours, %d of them now",
+            "%s may be written %d bytes in any 24 hours, %d of them now%s",
             self.drive,
             self.day_bytes,
             self.available_bytes,
+            "" if self._budget.has_past else "; what was written to it before isn't known, so its budget begins empty",
         )
         return tested
 
@@ -121,12 +122,7 @@ class BudgetedStore:
             return True
         if not self._is_spent:
             self._is_spent = True
-            logger.warning(
-                "%s has been written as much as its endurance budget allows; it is read only until more has come "
-                "together, then written a little at a time (%d bytes a day)",
-                self.drive,
-                self.day_bytes,
-            )
+            self._tell_spent(size_bytes)
         return False
 
     def put(self, header: FileHeader, payload: memoryview) -> bool:
@@ -170,6 +166,28 @@ class BudgetedStore:
     def write_tombstones(self, data: bytes) -> None:
         """See `Store`. What is forgotten is kept whatever it costs the drive."""
         self._store.write_tombstones(data)
+
+    def _tell_spent(self, size_bytes: int) -> None:
+        budget, needed = self._budget, self._budget.needed_bytes(size_bytes)
+        if needed > budget.burst_bytes:
+            logger.error(
+                "%s is never written: a chunk takes %d bytes, and its endurance budget of %d bytes a day lets at most "
+                "%d be written at once; look at its capacity_gb and dwpd",
+                self.drive,
+                size_bytes,
+                self.day_bytes,
+                budget.burst_bytes,
+            )
+            return
+        logger.warning(
+            "%s is read only until %d bytes of its endurance budget have come together, then written a little at a "
+            "time: it has %d, and gets %d a second (%d a day)",
+            self.drive,
+            needed,
+            self.available_bytes,
+            budget.flow_bytes_per_s,
+            self.day_bytes,
+        )
 
     def _spend(self, size_bytes: int) -> None:
         with self._writing:

@@ -110,7 +110,10 @@ class ChunkFolder:
         except OSError as error:
             if error.errno not in _REFUSING:
                 raise
-            raise TierUnavailable(f"the nvme folder {self.path} can't be used: {error.strerror}") from error
+            parent = os.path.dirname(os.path.abspath(self.path))
+            is_parent_there = error.errno != errno.ENOENT or os.path.isdir(parent)
+            hint = "" if is_parent_there else f"; {parent} isn't there: mount the drive, or make that folder"
+            raise TierUnavailable(f"the nvme folder {self.path} can't be used: {error.strerror}{hint}") from error
 
     def _check_owner(self, fd: int) -> None:
         status, user = os.fstat(fd), os.geteuid()

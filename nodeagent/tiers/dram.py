@@ -74,6 +74,7 @@ class DramTier:
         self._policy = policy
         self.on_stored: Callable[[bytes], None] = lambda _: None
         self._making: asyncio.Task[TierUnavailable | None] | None = None
+        self._refusal = ""
         self._unclaimed: Arena | None = None
         self._free_low = asyncio.Event()
         self._is_unclean = asyncio.Event()
@@ -87,9 +88,10 @@ class DramTier:
         return 0 if self.hierarchy is None else self.hierarchy.arena.used_bytes
 
     def memory_status(self) -> dict[str, Any]:
-        """What `/status` says of the memory: wished and had."""
+        """What `/status` says of the memory: wished and had, or why there is none though an engine has come."""
         wished = {"numa_node": self._wish.numa_node, "verify_reads": self.verify_reads}
-        return wished | ({} if self.hierarchy is None else self.hierarchy.arena.pages)
+        had = self.hierarchy.arena.pages if self.hierarchy is not None else {}
+        return {**wished, **had, "refusal": self._refusal or None}
 
     async def ensure(self, chunk_bytes: int) -> Hierarchy:
         """The tier for chunks of `chunk_bytes`, made now if there is none.
@@ -202,12 +204,21 @@ class DramTier:
         try:
             await self._make_arena(slot_bytes)
         except TierUnavailable as refusal:
+            self._refusal = str(refusal)
             return refusal
         finally:
             self._making = None
         arena, self._unclaimed = self._unclaimed, None
         assert arena is not None, "it was made, or refused"
-        logger.info("the dram tier has %d slots of %d bytes: %s", arena.slots, slot_bytes, arena.pages)
+        self._refusal = ""
+        pages = arena.pages
+        logger.info(
+            "the dram tier has %d slots of %d bytes in pages of %s, %d bytes of it in huge ones",
+            arena.slots,
+            slot_bytes,
+            pages["pages"],
+            pages["huge_bytes"],
+        )
         self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic, self.tombstones)
         return None
 

@@ -91,7 +91,7 @@ class Drive:
             DriveThreads(ThreadPoolExecutor(threads, thread_name_prefix=f"warmroute-nvme-{use}"), jobs_max, clock)
             for use, threads, jobs_max in (("read", read_threads, READS_MAX), ("write", 1, 2), ("list", 1, 2))
         )
-        self.room = Room(store, self.writes, quota_bytes, min_free_bytes, withdrawn, metrics, clock)
+        self.room = Room(store, self.writes, quota_bytes, min_free_bytes, withdrawn, metrics, clock, name)
         metrics.bytes_limit.labels(NVME).inc(quota_bytes)
         metrics.bytes_used.labels(NVME).inc(0)
         metrics.drive_up.labels(name).set(1)
@@ -181,6 +181,7 @@ class Drive:
             "chunks": len(self.index),
             "is_restoring": self.is_restoring,
             "is_write_paused": self.is_paused,
+            "is_crowded": self.room.is_crowded,
             "is_direct": self.tested is not None and self.tested.is_direct,
             "read_bytes_per_s": round(self.rate.cost.bytes_per_s),
             "read_fixed_s": round(self.rate.cost.fixed_s, 6),

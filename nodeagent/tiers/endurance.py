@@ -57,13 +57,14 @@ class DailyBudget:
     def __init__(self, day_bytes: int, now: Instant, saved: bytes | None = None) -> None:
         self.day_bytes = day_bytes
         self.burst_bytes = max(day_bytes // BURST_FRACTION - ROUNDING_BYTES, 0)
-        self._flow_bytes_per_s = (day_bytes - day_bytes // BURST_FRACTION) / DAY_S
+        self.flow_bytes_per_s = (day_bytes - day_bytes // BURST_FRACTION) / DAY_S
         self._drawn_bytes = 0
         self._left_bytes = 0.0
         self._at_s = now.boot_s
         self._day = _day_of(now)
         self._written_bytes = 0
         state = _read(saved)
+        self.has_past = state is not None
         if state is not None:
             self._left_bytes = max(state.left_bytes, 0.0)
             self._left_bytes = self._left_at(now.boot_s + _away_s(state, now))
@@ -80,14 +81,18 @@ class DailyBudget:
 
     def allows(self, size_bytes: int, now: Instant) -> bool:
         """Whether `spend` would do, after a `draw` if need be."""
-        return self._drawn_bytes >= size_bytes or self._left_at(now.boot_s) >= self._draw_bytes(size_bytes)
+        return self._drawn_bytes >= size_bytes or self._left_at(now.boot_s) >= self.needed_bytes(size_bytes)
+
+    def needed_bytes(self, size_bytes: int) -> int:
+        """What must have come together for a write of `size_bytes`: a whole draw."""
+        return max(self.day_bytes // DRAWS_PER_DAY, size_bytes)
 
     def draw(self, size_bytes: int, now: Instant) -> bool:
         """Take a portion of at least `size_bytes` out of the bucket; save `state` before it is spent.
 
         `False` where the bucket doesn't hold so much.
         """
-        wanted, left = self._draw_bytes(size_bytes), self._left_at(now.boot_s)
+        wanted, left = self.needed_bytes(size_bytes), self._left_at(now.boot_s)
         if left < wanted:
             return False
         # What is drawn may be spent a day later: the bucket and it together never hold more than a burst.
@@ -127,11 +132,8 @@ class DailyBudget:
             )
         )
 
-    def _draw_bytes(self, size_bytes: int) -> int:
-        return max(self.day_bytes // DRAWS_PER_DAY, size_bytes)
-
     def _left_at(self, boot_s: float) -> float:
-        flowed = max(boot_s - self._at_s, 0.0) * self._flow_bytes_per_s
+        flowed = max(boot_s - self._at_s, 0.0) * self.flow_bytes_per_s
         return max(min(self._left_bytes + flowed, float(self.burst_bytes - self._drawn_bytes)), 0.0)
 
 

@@ -42,7 +42,10 @@ def min_free_of(space: Space, min_free_bytes: int | None) -> int:
 
 
 class Room:
-    """The account of one drive's room, and the hand that makes some. Everything takes the drive's index of now."""
+    """The account of one drive's room, and the hand that makes some. Everything takes the drive's index of now.
+
+    `is_crowded` while others fill the file system so far that not one file more fits, whatever is evicted.
+    """
 
     def __init__(
         self,
@@ -53,10 +56,13 @@ class Room:
         withdrawn: Withdrawn,
         metrics: AgentMetrics,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "nvme",
     ) -> None:
+        self._name = name
         self.doomed: dict[bytes, int] = {}
         self.stuck: dict[bytes, int] = {}
         self.owed_bytes = 0
+        self.is_crowded = False
         self._store = store
         self._threads = threads
         self._quota_bytes = quota_bytes
@@ -75,7 +81,8 @@ class Room:
         if self._quota_bytes > space.total_bytes - min_free:
             raise TierUnavailable(
                 f"an nvme quota of {self._quota_bytes:,} bytes at {name} is refused: its file system has "
-                f"{space.total_bytes:,} bytes, of which {min_free:,} stay free (nvme.min_free_gb); give less gb"
+                f"{space.total_bytes:,} bytes, of which {min_free:,} stay free (nvme.min_free_gb); "
+                + ("give less gb" if min_free < space.total_bytes else "give less min_free_gb")
             )
 
     def clear(self) -> None:
@@ -83,6 +90,7 @@ class Room:
         self.doomed.clear()
         self.stuck.clear()
         self._lives += 1
+        self.is_crowded = False
         self.owed_bytes, self._spare_bytes = 0, None
 
     def note_written(self, name: bytes, size_bytes: int, index: NvmeIndex) -> None:
@@ -98,6 +106,12 @@ class Room:
         """Evict until a file of this size fits; returns whether it does."""
         if size_bytes > self._quota_bytes:
             return False
+        life, fits = self._lives, await self._make(size_bytes, index)
+        if life == self._lives:
+            self._note_crowded(not fits and self._lacking_bytes(size_bytes) > 0)
+        return fits
+
+    async def _make(self, size_bytes: int, index: NvmeIndex) -> bool:
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         await self._look()
         if self._excess_bytes(size_bytes, index) <= 0:
@@ -155,6 +169,17 @@ class Room:
             self._metrics.degraded.labels("nvme_unremovable").inc()
             logger.error("a file of the nvme tier can't be removed; its bytes stay counted: %s", error)
         return gone
+
+    def _note_crowded(self, is_crowded: bool) -> None:
+        if is_crowded and not self.is_crowded:
+            logger.warning(
+                "nothing is written to %s: others fill its file system, of which so much must stay free "
+                "(nvme.min_free_gb)",
+                self._name,
+            )
+        elif self.is_crowded and not is_crowded:
+            logger.info("there is room on the file system of %s again", self._name)
+        self.is_crowded = is_crowded
 
     def _step_bytes(self, index: NvmeIndex) -> int:
         """What goes ahead of need: a part of what the drive can hold, be it less than the quota."""

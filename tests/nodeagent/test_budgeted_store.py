@@ -267,3 +267,32 @@ def test_what_was_drawn_and_not_spent_comes_back_at_the_end(tmp_path, clock):
     store.open()
     assert store.available_bytes == left - 20 * (FILE_BYTES + TEST_BYTES), "a self-test at each start counts"
     store.close()
+
+
+def test_a_folder_of_unknown_past_is_told_what_its_budget_waits_for(tmp_path, clock, caplog):
+    caplog.set_level(logging.INFO)
+    path = str(tmp_path / "nvme")
+    store = BudgetedStore(FolderStore(path), path, "drive-1", 100_000 * FILE_BYTES, clock)
+    store.open()
+    assert not store.may_write(FILE_BYTES)
+    store.close()
+    begun, spent = [record.getMessage() for record in caplog.records]
+    assert "so its budget begins empty" in begun
+    draw_bytes = 100_000 * FILE_BYTES // 1_024
+    assert spent.startswith(f"drive-1 is read only until {draw_bytes} bytes of its endurance budget have come together")
+    caplog.clear()
+    store = BudgetedStore(FolderStore(path), path, "drive-1", 100_000 * FILE_BYTES, clock)
+    store.open()
+    store.close()
+    assert "begins empty" not in caplog.text
+
+
+def test_a_budget_in_which_no_chunk_ever_fits_says_so(tmp_path, clock, caplog):
+    path = str(tmp_path / "nvme")
+    store = BudgetedStore(FolderStore(path), path, "drive-1", 7 * FILE_BYTES, clock)
+    store.open()
+    clock.s += 2 * DAY_S
+    assert not store.may_write(FILE_BYTES)
+    store.close()
+    assert "drive-1 is never written" in caplog.text
+    assert "capacity_gb and dwpd" in caplog.text

@@ -110,6 +110,7 @@ async def test_a_refused_size_may_be_followed_by_one_that_fits():
     async with tier_with(Withdrawals(), {}) as tier:
         with pytest.raises(TierUnavailable, match="holds no slot"):
             await tier.ensure(10 * SLOTS * CHUNK_BYTES)
+        assert "holds no slot" in tier.memory_status()["refusal"]
         await tier.ensure(CHUNK_BYTES)
         assert tier.hierarchy.arena.slots == SLOTS
 

@@ -1,5 +1,6 @@
 """Room on a drive: quotas, watermarks, and what the file system must keep, whoever fills it."""
 
+import logging
 import os
 
 import pytest
@@ -113,6 +114,32 @@ async def test_where_others_take_all_nothing_is_written_and_nothing_is_left():
     assert drive.store.space().free_bytes >= 3 * SIZE
 
 
+async def test_a_file_system_that_others_fill_is_told_once_until_there_is_room_again(caplog):
+    caplog.set_level(logging.INFO)
+    drive = Drive(quota=100 * SIZE, total=20 * SIZE, min_free=5 * SIZE)
+    assert await drive.write("n0")
+    assert not drive.room.is_crowded
+    drive.store.others_bytes = 19 * SIZE
+    for number in range(1, 4):
+        drive.now_s += LOOK_S
+        assert not await drive.write(f"n{number}")
+        assert drive.room.is_crowded
+    drive.store.others_bytes = 0
+    drive.now_s += LOOK_S
+    assert await drive.write("n4")
+    assert not drive.room.is_crowded
+    crowded, roomy = [record.getMessage() for record in caplog.records]
+    assert "others fill its file system" in crowded
+    assert "nvme.min_free_gb" in crowded
+    assert "there is room" in roomy
+
+
+async def test_a_chunk_larger_than_the_quota_is_not_called_a_full_file_system():
+    drive = Drive(quota=SIZE - 1)
+    assert not await drive.write("n0")
+    assert not drive.room.is_crowded
+
+
 async def test_a_drive_that_says_it_is_full_is_given_room_whatever_it_says_is_free():
     drive = Drive(quota=100 * SIZE)
     for number in range(10):
@@ -140,6 +167,12 @@ def test_a_quota_that_the_file_system_can_not_hold_is_refused(min_free, fits):
         else:
             with pytest.raises(TierUnavailable, match=r"an nvme quota of .* at here is refused"):
                 room.check_fits("here", space)
+
+
+def test_what_must_stay_free_may_be_more_than_there_is_and_is_named():
+    room = Drive(quota=SIZE, min_free=200 * SIZE).room
+    with pytest.raises(TierUnavailable, match="give less min_free_gb"):
+        room.check_fits("here", Space(0, 100 * SIZE))
 
 
 def test_an_agent_refuses_such_a_quota_in_one_sentence(tmp_path, capsys):

@@ -46,6 +46,7 @@ REFUSALS = {
     "endurance",
     "nvme_conflict",
     "nvme_corrupt",
+    "nvme_crowded",
     "nvme_error",
     "nvme_evicted_first",
     "nvme_paused",
