@@ -13,14 +13,21 @@ from directory.server_url import check_server_url
 from nodeagent.agent import run
 from nodeagent.config import AgentConfig
 from nodeagent.errors import AgentError
+from nodeagent.shortfalls import shortfalls, shortfalls_of_memory
 from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; each stands above the file and the variables."""
     parser.description = "Run this host's DRAM and NVMe tiers beside its engines. CONFIGURATION.md documents the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML")
-    parser.add_argument("--check", action="store_true", help="print the configuration in force, without secrets")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print the configuration in force, without secrets, and on stderr what this machine lacks for it",
+    )
     parser.add_argument("--host", help="this machine's name in the directory (default: its host name)")
     parser.add_argument("--door", metavar="PATH", help="the Unix socket for engines")
     parser.add_argument("--redis", metavar="URL", help="the directory's server, redis://host:port")
@@ -44,9 +51,15 @@ def run_command(options: argparse.Namespace) -> int:
         config = load(AgentConfig, options.config, os.environ, _flags(options))
         if options.check:
             check_server_url(config.directory.url.get_secret_value())
-            print(effective(config), end="")
+            print(effective(config), end="", flush=True)
+            for each in shortfalls(config):
+                print(f"warmroute agent: on this machine: {each.text}", file=sys.stderr)
             return 0
         set_up_logging(config.log_level)
+        # What others hold now is waited for when an engine comes: on an upgrade, the agent before this one has it.
+        for each in shortfalls_of_memory(config):
+            if not each.is_passing:
+                logger.warning("engines will work without the dram tier: %s", each.text)
         if not asyncio.run(run(config)):
             _end_despite_hanging_threads()
     except (ConfigurationError, AgentError, DirectoryError) as error:

@@ -160,6 +160,20 @@ def allocate(
     return _ordinary(small, "4 KiB", node, machine)
 
 
+def check(quota_bytes: int, wish: ArenaWish, machine: MachineMemory) -> None:
+    """Raise what `allocate` would, as far as it can be known before an engine says how large a slot is.
+
+    Nothing is allocated, so what passes may still be refused: memory can go meanwhile.
+    """
+    node = _checked_node(wish.numa_node, machine)
+    pages = ArenaLayout(0, HUGE_PAGE_BYTES, quota_bytes // HUGE_PAGE_BYTES)
+    if wish.huge_pages != "off" and pages.slots and machine.huge_pool(node).free_bytes >= pages.total_bytes:
+        return
+    if wish.huge_pages == "on" and machine.transparent_setting() not in TRANSPARENT_SETTINGS:
+        raise TierUnavailable(_how_to_have_huge_pages(pages, node, machine))
+    _check_available(quota_bytes, node, machine)
+
+
 def _huge(layout: ArenaLayout, node: int | None, machine: MachineMemory, may_wait: bool) -> ArenaMemory | None:
     """The kernel's own pages, or transparent ones of which some may turn out small; `None` where there are neither."""
     if layout.slots < 1:
@@ -181,6 +195,15 @@ def _huge(layout: ArenaLayout, node: int | None, machine: MachineMemory, may_wai
 
 def _ordinary(layout: ArenaLayout, kind: PageKind, node: int | None, machine: MachineMemory) -> ArenaMemory:
     total_bytes = layout.total_bytes
+    _check_available(total_bytes, node, machine)
+    try:
+        return ArenaMemory(layout, kind, node)
+    except OSError as error:
+        kind_of = MemoryShort if error.errno in (errno.ENOMEM, errno.ENOSPC) else TierUnavailable
+        raise kind_of(f"a dram tier of {total_bytes:,} bytes is refused: {error}") from error
+
+
+def _check_available(total_bytes: int, node: int | None, machine: MachineMemory) -> None:
     where = "this machine" if node is None else f"NUMA node {node}"
     available = machine.available_bytes() if node is None else machine.available_on(node)
     if total_bytes > available - MEMORY_RESERVE_BYTES:
@@ -189,11 +212,6 @@ def _ordinary(layout: ArenaLayout, kind: PageKind, node: int | None, machine: Ma
             f"a dram tier of {total_bytes:,} bytes is refused: {where} has {available:,} bytes available, "
             f"of which {MEMORY_RESERVE_BYTES:,} are left to others; give less dram.gb or dram.share"
         )
-    try:
-        return ArenaMemory(layout, kind, node)
-    except OSError as error:
-        kind_of = MemoryShort if error.errno in (errno.ENOMEM, errno.ENOSPC) else TierUnavailable
-        raise kind_of(f"a dram tier of {total_bytes:,} bytes is refused: {error}") from error
 
 
 def _checked_node(node: int | None, machine: MachineMemory) -> int | None:
