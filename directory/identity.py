@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from directory.errors import IdentityRefused
 
 SECRET_BYTES_MIN = 32
+SALT_TAG_BYTES = 16
 _SALT_LABEL = b"warmroute salt v1"
+_SALT_TAG_LABEL = b"warmroute salt tag v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,19 @@ class Scope:
         if self.salt is not None:
             root = fold(root, b"salt", self.salt.encode())
         return root
+
+    @property
+    def salt_tag(self) -> bytes:
+        """16 bytes that tell chunks of this salt from all others, whatever the model and adapter.
+
+        sha256("warmroute salt tag v1"), folded with "salt" where there is one, cut. The same for all identities, so
+        that whoever forgets a salt needn't know them, nor keep the salt. It is never zero in practice: zeros are free
+        to say that a tag isn't known.
+        """
+        tag = hashlib.sha256(_SALT_TAG_LABEL).digest()
+        if self.salt is not None:
+            tag = fold(tag, b"salt", self.salt.encode())
+        return tag[:SALT_TAG_BYTES]
 
 
 UNSCOPED = Scope()

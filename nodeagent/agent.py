@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fastapi import APIRouter
+
 from directory.interface import DirectoryWriter
 from directory.members import HostRegistration, Load
 from directory.redis_directory import RedisDirectory
@@ -23,6 +25,7 @@ from nodeagent.engines.vllm.follower import VllmFollower
 from nodeagent.engines.vllm.prefix_reset import reset_prefix_cache
 from nodeagent.errors import AgentError
 from nodeagent.files import FileShelf
+from nodeagent.forget_parts import ForgetParts
 from nodeagent.hints import Hints
 from nodeagent.host_rates import HostRates, time_memory
 from nodeagent.http_api import HttpServer, create_api, listen
@@ -107,6 +110,7 @@ class Agent:
         self._sleep = sleep
         self._metrics = AgentMetrics()
         self._files = FileShelf()
+        self._forgetting = ForgetParts(config, self._metrics, sleep)
         self._budgeted: list[BudgetedStore] = []
         self._nvme: NvmeTier | None = None
         self._pins = Pins(bytes.fromhex(key) for key in config.nvme.pinned)
@@ -130,6 +134,7 @@ class Agent:
             self._host = self._host_publisher(listener)
             opened.callback(self._close_stores)
             await self._open_drives()
+            await self._forgetting.read(self._nvme)
             nvme = self._nvme
             self._rates = HostRates(
                 await asyncio.to_thread(time_memory), None if nvme is None else lambda: nvme.read_cost
@@ -193,6 +198,7 @@ class Agent:
             self._metrics,
             wish=self._config.dram.wish,
             verify_reads=self._config.dram.verify_reads,
+            tombstones=self._forgetting.tombstones,
         )
         nvme_loops = self._add_nvme(group)
         roster = self._roster = self._make_roster(group)
@@ -206,8 +212,9 @@ class Agent:
             lambda peer: Session(peer, life, processes, roster, tier, self._lower, self._metrics),
         )
         door.open()
-        http = self._http(listener)
-        steady = (host.run(), tier.keep_free(), self._follower.clear_leftovers())
+        forget_api, forgetting = self._forgetting.begin(tier, roster, self._follower, host, withdrawn, group)
+        http = self._http(listener, forget_api)
+        steady = (host.run(), tier.keep_free(), self._follower.clear_leftovers(), *forgetting)
         loops = [group.create_task(each) for each in steady] + nvme_loops
         serving = group.create_task(door.serve())
         web = group.create_task(http.run_until_stopped())
@@ -250,7 +257,7 @@ class Agent:
             follow=self._follower,
         )
 
-    def _http(self, listener: socket.socket) -> HttpServer:
+    def _http(self, listener: socket.socket, forget_api: APIRouter) -> HttpServer:
         api = create_api(
             self._files,
             self._metrics.registry,
@@ -259,6 +266,8 @@ class Agent:
             Hints(self._lower, self._peers),
             partial(reset_prefix_cache, self._roster, self._follower),
             self._pins if self._nvme is not None else None,
+            forget_api,
+            self._forgetting.admin_token,
         )
         return HttpServer(api, listener)
 
@@ -278,6 +287,7 @@ class Agent:
                 name=str(each.path),
                 min_free_bytes=config.min_free_bytes,
                 read_threads=config.read_threads,
+                tombstones=self._forgetting.tombstones,
             )
             nvme.add(drive, FileWriter(drive, self._metrics))
 

@@ -186,6 +186,7 @@ class ChunkClient:
                     label.position,
                     length,
                     checksum,
+                    label.salt_tag,
                 ),
                 timeout_s,
             )

@@ -47,6 +47,11 @@ class AgentListenConfig(Section):
     url: str | None = Field(
         None, description="Where gateways reach the HTTP, such as http://10.0.0.5:8300; bind and port if left out."
     )
+    admin_token: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="If given, POST /forget, /pins and reset_prefix_cache need `Authorization: Bearer` and this.",
+    )
 
     @field_validator("url")
     @classmethod
@@ -249,6 +254,17 @@ class NvmeConfig(RatedConfig):
         return None if self.min_free_gb is None else round(self.min_free_gb * GB)
 
 
+class ForgetConfig(Section):
+    """What is forgotten on request."""
+
+    term_s: float = Field(
+        3600.0,
+        ge=60,
+        le=30 * 86_400,
+        description="Seconds for which what was forgotten isn't let in again: longer than engines' GPUs hold it.",
+    )
+
+
 class PeerListenConfig(Section):
     """Where other hosts' agents fetch this host's chunks."""
 
@@ -349,6 +365,7 @@ class AgentConfig(Section):
     directory: AgentDirectoryConfig = AgentDirectoryConfig()
     dram: DramConfig = DramConfig()
     nvme: NvmeConfig = NvmeConfig()
+    forget: ForgetConfig = ForgetConfig()
     peers: PeersConfig = PeersConfig()
     state_folder: Path | None = Field(
         None, description="Folder for what is known of engines' GPUs across restarts; the door's path and .state."

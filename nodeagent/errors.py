@@ -9,6 +9,11 @@ AgentError
 ├─ ChunkConflict       other bytes are stored under the key already; the new ones are refused
 ├─ BudgetSpent         a drive may not be written any more for now: its endurance budget is used up
 ├─ PinsFull            more keys would be pinned than can be
+├─ ChunkForgotten      a chunk that was forgotten while it was being written: nothing of it is kept
+├─ TombstonesFull      more would have to be remembered of what is forgotten than can be; nothing was forgotten
+├─ TombstonesUnreadable  what a place says of what was forgotten can't be believed; its chunks aren't used
+├─ ForgetRefused       a request to forget that doesn't say what; nothing was forgotten
+├─ ForgetBusy          too many wait to have something forgotten; to be tried again
 ├─ HintRefused         a body that is no hint; the message names the field
 ├─ PeersUnavailable    the place at which other hosts' agents would ask can't be had, or its certificate can't
 ├─ PeerError           another host's agent didn't bring a chunk: only the hint is lost
@@ -55,6 +60,26 @@ class BudgetSpent(AgentError):
 
 class PinsFull(AgentError):
     """No more keys can be pinned; the message says how many can."""
+
+
+class ChunkForgotten(AgentError):
+    """A chunk that was forgotten meanwhile."""
+
+
+class TombstonesFull(AgentError):
+    """No more can be remembered of what is forgotten; the message says what would do."""
+
+
+class TombstonesUnreadable(AgentError):
+    """Tombstones that aren't what they should be; the message says why."""
+
+
+class ForgetRefused(AgentError):
+    """A request to forget that can't be followed; the message says what would be right."""
+
+
+class ForgetBusy(AgentError):
+    """Too many requests to forget are under way."""
 
 
 class HintRefused(AgentError):

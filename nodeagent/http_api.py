@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import enum
+import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import uvicorn
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
@@ -29,8 +31,8 @@ class ResetOutcome(enum.Enum):
     """What became of a reset."""
 
     DONE = "the engine's prefix cache is empty"
-    UNKNOWN = "no engine of that name, whose gpu tier is learned from events, is attached"
-    REFUSED = "the engine didn't reset its prefix cache; it must be idle, and vLLM started with VLLM_SERVER_DEV_MODE=1"
+    UNKNOWN = "no engine of that name is attached"
+    REFUSED = "the engine didn't reset its prefix cache; vLLM must be idle, and started with VLLM_SERVER_DEV_MODE=1"
 
 
 RESET_STATUS = {ResetOutcome.UNKNOWN: 404, ResetOutcome.REFUSED: 502}
@@ -50,15 +52,19 @@ def create_api(
     hints: Hinted,
     reset: Callable[[str], Awaitable[ResetOutcome]],
     pins: Pins | None,
+    forget_api: APIRouter | None = None,
+    admin_token: str | None = None,
 ) -> FastAPI:
     """The application. `status` gives what `/status` shows; `hints` says how many keys of a hint it will try.
 
     `reset` empties the prefix cache of the engine of that name. `pins` is there where there is a tier to write to.
+    With an `admin_token`, what changes anything but prefetch needs it.
     """
+    admins = [Depends(partial(_check_token, admin_token))]
     app = FastAPI(title="warmroute node agent", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(ClientDisconnect)
-    async def forget(_: Request, __: ClientDisconnect) -> Response:
+    async def leave(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     @app.get("/healthz")
@@ -80,13 +86,6 @@ def create_api(
     async def agent_status() -> dict[str, Any]:
         return status()
 
-    @app.post("/engines/{engine}/reset_prefix_cache")
-    async def reset_prefix_cache(engine: str) -> dict[str, str]:
-        outcome = await reset(engine)
-        if outcome is not ResetOutcome.DONE:
-            raise HTTPException(RESET_STATUS[outcome], outcome.value)
-        return {"status": outcome.value}
-
     @app.get("/files/{sha256}")
     async def file(sha256: str) -> Response:
         content = files.get(sha256)
@@ -95,8 +94,29 @@ def create_api(
         return Response(content, media_type="application/octet-stream")
 
     app.include_router(_hints_api(hints))
-    app.include_router(_pins_api(pins))
+    for router in (_pins_api(pins), _reset_api(reset), forget_api):
+        if router is not None:
+            app.include_router(router, dependencies=admins)
     return app
+
+
+async def _check_token(token: str | None, request: Request) -> None:
+    given = request.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, "this needs the agent's admin token", {"www-authenticate": "Bearer"})
+
+
+def _reset_api(reset: Callable[[str], Awaitable[ResetOutcome]]) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/engines/{engine}/reset_prefix_cache")
+    async def reset_prefix_cache(engine: str) -> dict[str, str]:
+        outcome = await reset(engine)
+        if outcome is not ResetOutcome.DONE:
+            raise HTTPException(RESET_STATUS[outcome], outcome.value)
+        return {"status": outcome.value}
+
+    return router
 
 
 def _hints_api(hints: Hinted) -> APIRouter:
@@ -139,21 +159,22 @@ def _pins_api(pins: Pins | None) -> APIRouter:
     return router
 
 
-async def _bounded_body(request: Request) -> bytes:
+async def bounded_body(request: Request, bytes_max: int = BODY_BYTES_MAX) -> bytes:
+    """The request's body, whole. Raises `HTTPException` for one that is too large or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > BODY_BYTES_MAX:
-                    raise HTTPException(413, f"the body exceeds {BODY_BYTES_MAX} bytes")
+                if len(body) > bytes_max:
+                    raise HTTPException(413, f"the body exceeds {bytes_max} bytes")
     except TimeoutError:
         raise HTTPException(408, f"the body didn't arrive within {BODY_S:g} s") from None
     return bytes(body)
 
 
 async def _read_keys(request: Request) -> list[bytes]:
-    body = await _bounded_body(request)
+    body = await bounded_body(request)
     try:
         keys = msgspec.json.decode(body, type=KeysRequest).keys
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -164,7 +185,7 @@ async def _read_keys(request: Request) -> list[bytes]:
 
 
 async def _read_hint(request: Request) -> Hint:
-    body = await _bounded_body(request)
+    body = await bounded_body(request)
     try:
         return decode_hint(body)
     except HintRefused as error:

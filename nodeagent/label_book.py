@@ -32,6 +32,10 @@ class LabelBook:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def labels(self) -> list[ChunkLabel]:
+        """All of them."""
+        return list(self._labels.values())
+
     def note(self, label: ChunkLabel, tier: Labelled) -> None:
         """A label has become known; `tier` learns it now, puts that come later find it here."""
         self._labels[label.storage_key] = label

@@ -12,7 +12,7 @@ import msgspec
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.costs import ModelShape
-from directory.identity import Identity
+from directory.identity import SALT_TAG_BYTES, Identity
 from directory.tiers import Tier
 from nodeagent.errors import DoorProtocolError
 
@@ -30,6 +30,7 @@ NUMBERS_MAX = 2**20
 
 StorageKey = Annotated[bytes, msgspec.Meta(min_length=STORAGE_KEY_BYTES, max_length=STORAGE_KEY_BYTES)]
 DirectoryKey = Annotated[bytes, msgspec.Meta(min_length=DIRECTORY_KEY_BYTES, max_length=DIRECTORY_KEY_BYTES)]
+SaltTag = Annotated[bytes, msgspec.Meta(min_length=SALT_TAG_BYTES, max_length=SALT_TAG_BYTES)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Counts = Annotated[list[Count], msgspec.Meta(max_length=NUMBERS_MAX)]
@@ -43,7 +44,8 @@ class PutOutcome(enum.Enum):
 
     GRANTED: a slot is ours to fill. STORED: checked and indexed. HAVE: the same bytes are there already. BUSY: another
     put of this key is under way. CONFLICT: other bytes are there under this key. FULL: nothing can be evicted.
-    CORRUPT: the slot doesn't hold what was promised. REFUSED: too large, unknown, or no tier.
+    CORRUPT: the slot doesn't hold what was promised. REFUSED: too large, unknown, or no tier. FORGOTTEN: the chunk, or
+    one before it, was forgotten; clients are told REFUSED.
     """
 
     GRANTED = "granted"
@@ -54,6 +56,7 @@ class PutOutcome(enum.Enum):
     FULL = "full"
     CORRUPT = "corrupt"
     REFUSED = "refused"
+    FORGOTTEN = "forgotten"
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -132,7 +135,10 @@ class Close(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Ask for a slot for a chunk of `length` bytes with this xxh3-128."""
+    """Ask for a slot for a chunk of `length` bytes with this xxh3-128.
+
+    An engine of an earlier release doesn't say the `salt_tag`, and an agent of an earlier release passes it over.
+    """
 
     id: Count
     storage_key: StorageKey
@@ -141,6 +147,7 @@ class Reserve(Message, frozen=True):
     position: Count
     length: Positive
     checksum: Checksum
+    salt_tag: SaltTag | None = None
 
 
 class Commit(Message, frozen=True):

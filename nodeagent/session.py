@@ -300,7 +300,7 @@ class Session:
         if message.parent == message.storage_key:
             raise DoorProtocolError("a chunk can't be its own parent")
         label = self._tier.labels.complete(
-            ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position)
+            ChunkLabel(message.storage_key, message.directory_key, message.parent, message.position, message.salt_tag)
         )
         on_disk = self._lower.meet(label, message.length, message.checksum)
         if on_disk is PutOutcome.CONFLICT:
@@ -339,7 +339,7 @@ class Session:
             logger.error("a put was refused: other bytes are stored under its key; an identity may be incomplete")
         if outcome not in (PutOutcome.GRANTED, PutOutcome.STORED, PutOutcome.HAVE):
             self._metrics.admission_refused.labels(outcome.value).inc()
-        return outcome
+        return PutOutcome.REFUSED if outcome is PutOutcome.FORGOTTEN else outcome
 
     async def _read_body(self) -> bytearray:
         return await self._read(body_length(await self._read(LENGTH_BYTES)))

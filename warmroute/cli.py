@@ -24,6 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog="warmroute directory")
         directory_command.add_arguments(parser)
         return directory_command.run_command(parser.parse_intermixed_args(given[1:]))
+    if given[:1] == ["forget"]:
+        from warmroute import forget_command
+
+        parser = argparse.ArgumentParser(prog="warmroute forget")
+        forget_command.add_arguments(parser)
+        return forget_command.run_command(parser.parse_args(given[1:]))
     if given[:1] == ["agent"]:
         from warmroute import agent_command
 
@@ -39,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("gateway", help="one gateway (see warmroute gateway --help)")
     commands.add_parser("agent", help="one node agent (see warmroute agent --help)")
     commands.add_parser("directory", help="who is in the fleet, who holds a chunk")
+    commands.add_parser("forget", help="remove chunks from every host's tiers (see warmroute forget --help)")
     keys.add_arguments(commands.add_parser("keys", help="the chunk keys of a prompt"))
     options = parser.parse_args(given)
     if options.command == "keys":

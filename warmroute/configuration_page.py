@@ -11,6 +11,7 @@ from gateway.config import GatewayConfig
 from nodeagent.config import AgentConfig
 from warmroute.configuration import PREFIX, fields
 from warmroute.directory_command import DirectoryCommandConfig
+from warmroute.forget_command import ForgetCommandConfig
 
 _INTRODUCTION = """# Configuration
 
@@ -24,6 +25,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "warmroute gateway": GatewayConfig,
     "warmroute agent": AgentConfig,
     "warmroute directory": DirectoryCommandConfig,
+    "warmroute forget": ForgetCommandConfig,
 }
 
 

@@ -35,7 +35,7 @@ QUESTIONS = {
     "lookup": "who holds the chunks of these directory keys",
     "stats": "servers, records, holders and lives, from a bounded sample",
     "load": "load the directory's functions on every master; another release's are replaced with --force only",
-    "forget": "end the lives of a host and its engines, or of an engine, by name",
+    "forget": "end the lives of a host and its engines, or of an engine, by name; chunks stay (see warmroute forget)",
 }
 
 

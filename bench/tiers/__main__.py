@@ -44,6 +44,7 @@ def main() -> None:
     wanted = [part for part in PARTS if options.all or getattr(options, part)]
     if not wanted:
         parser.error("say what to measure")
+    options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="bench-tiers-"))
     try:
         result = {part: measure(part, folder, options) for part in wanted}

@@ -255,6 +255,8 @@ class PeerFetcher:
                 connection.close()
         if chunk is not None and outcome is PutOutcome.STORED:
             return chunk.length
+        if outcome is PutOutcome.FORGOTTEN:
+            self._metrics.admission_refused.labels(outcome.value).inc()
         self._skip("absent" if outcome is None else f"put_{outcome.value}", 1)
         return 0
 

@@ -33,7 +33,7 @@ import xxhash
 
 from nodeagent.errors import PeerBadBytes, PeerRefused
 from nodeagent.labels import ChunkLabel
-from nodeagent.messages import Checksum, Count, DirectoryKey, Message, Positive, StorageKey
+from nodeagent.messages import Checksum, Count, DirectoryKey, Message, Positive, SaltTag, StorageKey
 from nodeagent.tiers.chunk_file import IDENTITY_BYTES
 
 MAGIC = b"WRPEER"
@@ -67,11 +67,12 @@ class Chunk(Message, frozen=True):
     position: Count
     length: Positive
     checksum: Checksum
+    salt_tag: SaltTag | None = None
 
     @property
     def label(self) -> ChunkLabel:
         """Its names, and its place in its chain."""
-        return ChunkLabel(self.storage_key, self.directory_key, self.parent, self.position)
+        return ChunkLabel(self.storage_key, self.directory_key, self.parent, self.position, self.salt_tag)
 
 
 class Absent(Message, frozen=True):

@@ -146,6 +146,7 @@ class PeerServer:
             label.position,
             entry.length,
             entry.checksum,
+            label.salt_tag,
         )
         await send(wire, frame(answer), IDLE_S)
         with hierarchy.arena.view(entry.slot, entry.length) as view:

@@ -50,6 +50,8 @@ class Arena:
         self._generations = [0] * self.slots
         self._free = list(range(self.slots - 1, -1, -1))
         self._is_taken = bytearray(self.slots)
+        self._is_stale = bytearray(self.slots)
+        self._forgotten: list[int] = []
 
     @property
     def writable_fd(self) -> int:
@@ -76,17 +78,45 @@ class Arena:
         if not self._free:
             return None
         slot = self._free.pop()
-        self._is_taken[slot] = 1
+        self._is_taken[slot] = self._is_stale[slot] = 1
         generation = self._generations[slot] + 1
         self._generations[slot] = generation
         self._shared_generations[slot] = generation
         return slot, generation
 
-    def free(self, slot: int) -> None:
-        """Give a slot back. Its bytes stay until it is taken again."""
+    def free(self, slot: int, *, is_forgotten: bool = False) -> None:
+        """Give a slot back. Its bytes stay until it is taken again; a forgotten chunk's are zeroed before that."""
         assert self._is_taken[slot], "a slot is freed once"
+        if is_forgotten:
+            self._forgotten.append(slot)
+            return
         self._is_taken[slot] = 0
         self._free.append(slot)
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether slots of forgotten chunks wait to be zeroed."""
+        return bool(self._forgotten)
+
+    def take_forgotten(self, count_max: int) -> list[int]:
+        """Up to `count_max` slots of forgotten chunks, to be zeroed and given back by `free_cleaned`."""
+        taken, self._forgotten = self._forgotten[:count_max], self._forgotten[count_max:]
+        return taken
+
+    def take_stale(self, count_max: int) -> list[int]:
+        """The same, of free slots that still hold what was in them."""
+        stale = [slot for slot in self._free if self._is_stale[slot]][:count_max]
+        if stale:
+            taken = set(stale)
+            self._free = [slot for slot in self._free if slot not in taken]
+            for slot in stale:
+                self._is_taken[slot] = 1
+        return stale
+
+    def free_cleaned(self, slot: int) -> None:
+        """Give a slot back whose bytes are zero."""
+        self._is_stale[slot] = 0
+        self.free(slot)
 
     def view(self, slot: int, length: int) -> memoryview:
         """The first `length` bytes of a slot; release it before `close`."""

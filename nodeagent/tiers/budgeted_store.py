@@ -163,6 +163,14 @@ class BudgetedStore:
         """See `Store`."""
         return self._store.header(name)
 
+    def read_tombstones(self) -> bytes | None:
+        """See `Store`."""
+        return self._store.read_tombstones()
+
+    def write_tombstones(self, data: bytes) -> None:
+        """See `Store`. What is forgotten is kept whatever it costs the drive."""
+        self._store.write_tombstones(data)
+
     def _spend(self, size_bytes: int) -> None:
         with self._writing:
             now = self._now()

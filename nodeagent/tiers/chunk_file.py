@@ -15,6 +15,7 @@ The header, little-endian, without gaps; what follows its fields is zero up to i
        104     16  directory key, or zeros
        120     32  identity digest: the shard's, or the fleet's where one file holds every rank; zeros where unknown
        152     16  xxh3-128 of the payload
+       168     16  salt tag, or zeros where unknown: files of earlier releases have none
       4080     16  xxh3-128 of the 4080 bytes before
 
 The name is the sha256 of the storage key in hex, two levels down: `aa/bb/aabb...`. Keys may be of any length one day;
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from directory.identity import SALT_TAG_BYTES
 from nodeagent.errors import ChunkCorrupt, ChunkForeign
 from nodeagent.labels import ChunkLabel
 
@@ -39,9 +41,10 @@ NAME_BYTES = 32
 UNKNOWN_IDENTITY = bytes(IDENTITY_BYTES)
 CHECKSUM_BYTES = 16
 
-_FIELDS = struct.Struct("<8sHHIQQQ32s32s16s32s16s")
+_FIELDS = struct.Struct("<8sHHIQQQ32s32s16s32s16s16s")
 _HAS_DIRECTORY_KEY = 1
 _HAS_PARENT = 2
+_NO_TAG = bytes(SALT_TAG_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def encode_header(header: FileHeader) -> bytes:
         label.directory_key or b"",
         header.identity,
         header.checksum,
+        label.salt_tag or _NO_TAG,
     )
     body = fields.ljust(HEADER_BYTES - CHECKSUM_BYTES, b"\0")
     return body + xxhash.xxh3_128_digest(body)
@@ -108,6 +112,7 @@ def decode_header(data: bytes | bytearray) -> FileHeader:
         directory_key,
         identity,
         checksum,
+        salt_tag,
     ) = _FIELDS.unpack_from(data)
     if version != VERSION:
         raise ChunkForeign(f"a file has version {version}; this agent reads version {VERSION}")
@@ -120,5 +125,6 @@ def decode_header(data: bytes | bytearray) -> FileHeader:
         directory_key if flags & _HAS_DIRECTORY_KEY else None,
         parent if flags & _HAS_PARENT else None,
         position,
+        salt_tag if salt_tag != _NO_TAG else None,
     )
     return FileHeader(label, identity, length, checksum)

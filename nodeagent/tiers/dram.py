@@ -17,11 +17,17 @@ from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.arena_memory import ArenaWish, slot_bytes_for
 from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
+from nodeagent.tiers.tombstones import Tombstones
 
 FREE_SLOTS_FRACTION = 50
 """One slot in so many is kept free in advance; an arena with fewer slots evicts on demand only."""
 VICTIMS_PER_STEP_MAX = 64
 CHECK_THREADS = 2
+CLEANED_PER_STEP_MAX = 8
+"""Slots that are zeroed in one go of a thread, between which it may check what engines put."""
+STALE_FRACTION = 16
+"""One free slot in so many is taken to be zeroed at a time: as many fewer are free meanwhile."""
+ZEROS_BYTES = 1 << 20
 MEMORY_WAIT_S = 10.0
 """How long memory is waited for that others hold: engines let go of an earlier agent's arena within less."""
 MEMORY_ASK_S = 0.2
@@ -39,6 +45,7 @@ class DramTier:
     that has begun ends properly, whatever becomes of the connection that asked for it. `on_stored`, which may be set,
     hears the storage key of each chunk that a put has stored. `labels` are those that arrived apart from their chunks.
     `wish` is the kind of memory wanted; `verify_reads` is what clients are told (see `ArenaOffer`).
+    What `tombstones` forget isn't let in.
     """
 
     def __init__(
@@ -52,7 +59,9 @@ class DramTier:
         *,
         wish: ArenaWish | None = None,
         verify_reads: bool = True,
+        tombstones: Tombstones | None = None,
     ) -> None:
+        self.tombstones = tombstones if tombstones is not None else Tombstones()
         self.quota_bytes = quota_bytes
         self.hierarchy: Hierarchy | None = None
         self.labels = LabelBook()
@@ -67,6 +76,7 @@ class DramTier:
         self._making: asyncio.Task[TierUnavailable | None] | None = None
         self._unclaimed: Arena | None = None
         self._free_low = asyncio.Event()
+        self._is_unclean = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
         metrics.bytes_limit.labels("dram").set(quota_bytes)
         metrics.bytes_used.labels("dram").set(0)
@@ -111,6 +121,8 @@ class DramTier:
         self._metrics.bytes_used.labels("dram").set(arena.used_bytes)
         if arena.free_slots < arena.slots // FREE_SLOTS_FRACTION:
             self._free_low.set()
+        if arena.has_forgotten:
+            self._is_unclean.set()
 
     async def commit(self, holder: Hashable, number: int) -> PutOutcome:
         """Check a filled slot's own bytes, off the event loop, then index and announce the chunk."""
@@ -148,6 +160,21 @@ class DramTier:
             self._metrics.evictions.labels("dram", "quota").inc(len(victims))
             self.account()
 
+    async def keep_clean(self) -> None:
+        """Zero the slots of forgotten chunks as they are given back, until cancelled."""
+        while True:
+            await self._is_unclean.wait()
+            self._is_unclean.clear()
+            if self.hierarchy is not None:
+                await self._clean(self.hierarchy.arena, self.hierarchy.arena.take_forgotten)
+
+    async def clean(self) -> None:
+        """Zero the slots of forgotten chunks, and all free slots: those of chunks that were evicted before, too."""
+        if self.hierarchy is not None:
+            arena = self.hierarchy.arena
+            await self._clean(arena, arena.take_forgotten)
+            await self._clean(arena, lambda slots: arena.take_stale(max(slots, arena.free_slots // STALE_FRACTION)))
+
     async def close(self) -> None:
         """Wait for checks under way, then give the memory back."""
         if self._making is not None:
@@ -161,6 +188,15 @@ class DramTier:
             self.hierarchy.arena.close()
             self.hierarchy = None
 
+    async def _clean(self, arena: Arena, take: Callable[[int], list[int]]) -> None:
+        while slots := take(CLEANED_PER_STEP_MAX):
+            for start in range(0, len(slots), CLEANED_PER_STEP_MAX):
+                some = slots[start : start + CLEANED_PER_STEP_MAX]
+                await asyncio.get_running_loop().run_in_executor(self._threads, _zero, arena, some)
+                for slot in some:
+                    arena.free_cleaned(slot)
+            self.account()
+
     async def _make(self, slot_bytes: int) -> TierUnavailable | None:
         """Make the tier, or say why not: a task of the group mustn't raise what isn't a fault."""
         try:
@@ -172,7 +208,7 @@ class DramTier:
         arena, self._unclaimed = self._unclaimed, None
         assert arena is not None, "it was made, or refused"
         logger.info("the dram tier has %d slots of %d bytes: %s", arena.slots, slot_bytes, arena.pages)
-        self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic)
+        self.hierarchy = Hierarchy(arena, POLICIES[self._policy](), self._on_change, time.monotonic, self.tombstones)
         return None
 
     async def _make_arena(self, slot_bytes: int) -> None:
@@ -228,6 +264,15 @@ class DramTier:
 
     async def _digest(self, arena: Arena, slot: int, length: int) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+
+
+def _zero(arena: Arena, slots: Sequence[int]) -> None:
+    zeros = bytes(ZEROS_BYTES)
+    for slot in slots:
+        with arena.view(slot, arena.slot_bytes) as view:
+            for start in range(0, len(view), ZEROS_BYTES):
+                with view[start : start + ZEROS_BYTES] as part:
+                    part[:] = zeros[: len(part)]
 
 
 def _digest_of(arena: Arena, slot: int, length: int) -> bytes:

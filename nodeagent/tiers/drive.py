@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nodeagent.errors import ChunkCorrupt, DriveAway
+from nodeagent.errors import ChunkCorrupt, DriveAway, TombstonesUnreadable
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import Withdrawn
@@ -27,6 +27,8 @@ from nodeagent.tiers.nvme_index import NvmeEntry, NvmeIndex
 from nodeagent.tiers.read_rate import BELIEVED, ReadRate
 from nodeagent.tiers.room import NVME, Room
 from nodeagent.tiers.self_test import SelfTest
+from nodeagent.tiers.tombstone_file import NAME
+from nodeagent.tiers.tombstones import Tombstones, load_tombstones
 from nodeagent.tiers.write_pause import WRITE_PAUSE_S, WritePause
 
 READ_THREADS = 4
@@ -61,10 +63,12 @@ class Drive:
         min_free_bytes: int | None = None,
         write_pause_s: float = WRITE_PAUSE_S,
         read_threads: int = READ_THREADS,
+        tombstones: Tombstones | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.store = store
+        self.tombstones = tombstones if tombstones is not None else Tombstones()
         self.quota_bytes = quota_bytes
         self.is_up = True
         self.failed = asyncio.Event()
@@ -235,6 +239,14 @@ class Drive:
         self.is_up, self.is_restoring = True, True
         self.failed.clear()
         self._metrics.drive_up.labels(self.name).set(1)
+
+    async def read_tombstones(self) -> None:
+        """Learn what was forgotten, before anything is indexed. Raises `OSError`, `DriveAway` or `AgentError`."""
+        data = await self.listing.do(self.store.read_tombstones)
+        try:
+            self.tombstones.merge(load_tombstones(data) if data is not None else ())
+        except TombstonesUnreadable as error:
+            raise TombstonesUnreadable(f"what was forgotten can't be read from its {NAME}: {error}") from error
 
     async def close(self, running: asyncio.Task[None]) -> bool:
         """End the loop (`running`), which finishes the file in hand, then the threads, within `CLOSE_WAIT_MAX_S`.

@@ -23,6 +23,7 @@ from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.file_io import BufferedIo, FileIo
 from nodeagent.tiers.found_files import FoundFiles
 from nodeagent.tiers.self_test import SelfTest, self_test
+from nodeagent.tiers.tombstone_file import read_tombstones, write_tombstones
 
 FsyncPolicy = Literal["none", "data", "data+dir"]
 """What is on the drive itself when a put returns: nothing surely; the file's bytes; its name as well."""
@@ -102,6 +103,14 @@ class Store(Protocol):
 
     def header(self, name: bytes) -> FileHeader:
         """The header of a file found earlier. Raises `ChunkCorrupt`."""
+        ...
+
+    def read_tombstones(self) -> bytes | None:
+        """What was kept here of what is forgotten. Raises `TombstonesUnreadable`."""
+        ...
+
+    def write_tombstones(self, data: bytes) -> None:
+        """Keep it, on the drive itself when this returns."""
         ...
 
 
@@ -239,6 +248,14 @@ class FolderStore:
             if size != file_bytes(header.length):
                 raise ChunkCorrupt("a file isn't as long as its header says")
             return header
+
+    def read_tombstones(self) -> bytes | None:
+        """See `Store`."""
+        return read_tombstones(self._folder.fd)
+
+    def write_tombstones(self, data: bytes) -> None:
+        """See `Store`."""
+        write_tombstones(self._folder.fd, data)
 
     def _place(self, name: bytes) -> str:
         text = name.hex()

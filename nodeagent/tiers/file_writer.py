@@ -9,22 +9,23 @@ chunk's place is strange (a folder stands there, a link leads to it), that chunk
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import xxhash
 
-from nodeagent.errors import BudgetSpent, ChunkConflict, ChunkCorrupt, DriveAway
+from nodeagent.errors import BudgetSpent, ChunkConflict, ChunkCorrupt, ChunkForgotten, DriveAway
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena
-from nodeagent.tiers.chunk_file import FileHeader, file_bytes
+from nodeagent.tiers.chunk_file import FileHeader, file_bytes, name_of
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.file_store import Store
 from nodeagent.tiers.hierarchy import Entry, Hierarchy
 from nodeagent.tiers.nvme_index import NvmeEntry
 from nodeagent.tiers.room import LOOK_S, NVME
+from nodeagent.tiers.tombstones import Tombstones
 
 WRITES_QUEUED_MAX = 65_536
 LABELS_QUEUED_MAX = 65_536
@@ -42,6 +43,7 @@ class FileWriter:
         self._labels: dict[bytes, None] = {}
         self._writes: dict[bytes, Hierarchy] = {}
         self._writing: bytes | None = None
+        self._written = asyncio.Event()
         drive.on_failed = self._give_up
 
     @property
@@ -81,6 +83,19 @@ class FileWriter:
             self._writes[key] = hierarchy
             self._drive.wake.set()
 
+    def forget(self, keys: Container[bytes]) -> int:
+        """Of what waits to be written, or is being written, these chunks come to nothing; returns how many."""
+        queued = [key for key in self._writes if key in keys]
+        for key in queued:
+            del self._writes[key]
+            self._refuse("forgotten")
+        return len(queued) + (self._writing in keys)
+
+    async def written(self, keys: Container[bytes]) -> None:
+        """Wait until none of these is being written. The caller bounds the wait."""
+        while self._writing in keys:
+            await self._written.wait()
+
     async def run(self) -> None:
         """Remove and write until `close`."""
         while not self._drive.is_closing:
@@ -112,6 +127,8 @@ class FileWriter:
                 await self._write(self._writes.pop(key), key)
             finally:
                 self._writing = None
+                self._written.set()
+                self._written = asyncio.Event()
         else:
             return False
         self._drive.account()
@@ -139,10 +156,16 @@ class FileWriter:
 
     async def _write_file(self, arena: Arena, entry: Entry) -> None:
         header, index = FileHeader(entry.label, entry.identity, entry.length, entry.checksum), self._drive.index
+        begun_at_s = self._drive.tombstones.now()
         try:
-            is_new = await self._drive.writes.do(_write_slot, self._drive.store, header, arena, entry.slot)
+            is_new = await self._drive.writes.do(
+                _write_slot, self._drive.store, header, arena, entry.slot, self._drive.tombstones
+            )
         except DriveAway:
             self._refuse("nvme_quarantined")
+            return
+        except ChunkForgotten:
+            await self._remove_forgotten(header, 0)
             return
         except ChunkConflict:
             self._metrics.conflicts.inc()
@@ -165,6 +188,9 @@ class FileWriter:
         if index is not self._drive.index:
             return
         self._drive.pause.note_success()
+        if self._is_forgotten(entry, begun_at_s):
+            await self._remove_forgotten(header, file_bytes(entry.length) if is_new else 0)
+            return
         written = NvmeEntry(header.label, entry.identity, entry.length, entry.checksum)
         self._drive.room.note_written(written.name, written.size_bytes if is_new else 0, self._drive.index)
         self._drive.index.add(written)
@@ -194,11 +220,26 @@ class FileWriter:
         except OSError as error:
             self._note_failure(error)
 
+    def _is_forgotten(self, entry: Entry, begun_at_s: float) -> bool:
+        return entry.is_forgotten or self._drive.tombstones.find(entry.label, entry.identity, begun_at_s) is not None
+
+    async def _remove_forgotten(self, header: FileHeader, size_bytes: int) -> None:
+        """A chunk was forgotten while its file was written: the file goes, and whatever stood there before."""
+        name, index = name_of(header.label.storage_key), self._drive.index
+        self._refuse("forgotten")
+        self._drive.room.note_written(name, size_bytes, index)
+        index.used_bytes += size_bytes
+        await self._drive.room.remove([(name, size_bytes)], index)
+
     def _may_write(self, entry: Entry) -> bool:
         return self._drive.store.may_write(file_bytes(entry.length))
 
     def _learn(self, known: NvmeEntry, label: ChunkLabel) -> None:
-        if known.label.directory_key is None and label.directory_key is not None:
+        if not label.adds_to(known.label):
+            return
+        if self._drive.tombstones.find(label, known.identity) is not None:
+            self._drive.doom(known, "forgotten")
+        else:
             self._drive.index.set_label(known, label)
             self._queue_label(label.storage_key)
 
@@ -229,8 +270,15 @@ class FileWriter:
         return reason
 
 
-def _write_slot(store: Store, header: FileHeader, arena: Arena, slot: int) -> bool:
+def _write_slot(store: Store, header: FileHeader, arena: Arena, slot: int, tombstones: Tombstones) -> bool:
+    """Write a file. One that is forgotten meanwhile goes again here: a drive that hung may be nobody's by then."""
+    begun_at_s = tombstones.now()
     with arena.view(slot, header.length) as view:
         if xxhash.xxh3_128_digest(view) != header.checksum:
             raise ChunkCorrupt("its slot doesn't hold its bytes any more")
-        return store.put(header, view)
+        is_new = store.put(header, view)
+    if tombstones.find(header.label, header.identity, begun_at_s) is not None:
+        with contextlib.suppress(OSError):
+            store.remove(name_of(header.label.storage_key))
+        raise ChunkForgotten("a chunk was forgotten while it was written")
+    return is_new

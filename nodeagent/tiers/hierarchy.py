@@ -25,6 +25,7 @@ from nodeagent.messages import OpenedSlot, PutOutcome
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import EvictionPolicy
+from nodeagent.tiers.tombstones import Tombstones
 
 DRAM_BIT, NVME_BIT = int(Tier.DRAM), int(Tier.NVME)  # flags are slow, and a long prefix is opened chunk by chunk
 RESERVATION_S = 30.0
@@ -41,7 +42,8 @@ class Source(enum.Enum):
 class Entry(msgspec.Struct, eq=False, gc=False):
     """One stored chunk. `is_indexed` ends when it is evicted or dropped; its slot goes with the last reference.
 
-    `identity` is the digest of the identity whose bytes these are. `source` turns to LOCAL with the first hit.
+    `identity` is the digest of the identity whose bytes these are; `written_at_s` is the wall time at which its put
+    began. `source` turns to LOCAL with the first hit. A forgotten chunk's slot is zeroed before it is used again.
     Many, and in no cycle: as with labels, the garbage collector leaves them alone.
     """
 
@@ -54,6 +56,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     references: int = 0
     is_indexed: bool = True
     source: Source = Source.LOCAL
+    written_at_s: float = 0.0
+    is_forgotten: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +76,7 @@ class Reservation:
     is_verifying: bool = False
     is_quarantined: bool = False
     source: Source = Source.LOCAL
+    written_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class Hierarchy:
     """Stored chunks, references and reservations of a host's DRAM arena.
 
     `on_change(directory key, tier mask)` hears every newest state, and hears it again when a chunk was used: it must
-    not wait. A mask of zero is heard before the bytes go.
+    not wait. A mask of zero is heard before the bytes go. What `tombstones` forget isn't let in.
     """
 
     def __init__(
@@ -112,8 +117,10 @@ class Hierarchy:
         policy: EvictionPolicy,
         on_change: Callable[[bytes, int], None],
         clock: Callable[[], float],
+        tombstones: Tombstones | None = None,
     ) -> None:
         self.arena = arena
+        self.tombstones = tombstones if tombstones is not None else Tombstones()
         self._policy = policy
         self._on_change = on_change
         self._clock = clock
@@ -208,7 +215,7 @@ class Hierarchy:
         if entry.is_indexed:
             self._held_entries -= 1
         else:
-            self.arena.free(entry.slot)
+            self.arena.free(entry.slot, is_forgotten=entry.is_forgotten)
 
     def close(self, holder: Hashable, references: Sequence[int]) -> list[HeldChunk]:
         """End references; those that are unknown or ended are ignored. Returns those that ended."""
@@ -234,6 +241,8 @@ class Hierarchy:
         """A slot to fill, or why not. Evicts one chunk where no slot is free; never waits."""
         if length > self.arena.slot_bytes:
             return Granted(PutOutcome.REFUSED)
+        if self.tombstones.meet(label, identity):
+            return Granted(PutOutcome.FORGOTTEN)
         known = self._entries.get(label.storage_key)
         if known is not None:
             return Granted(self._meet(known, label, length, checksum))
@@ -260,6 +269,7 @@ class Hierarchy:
             identity,
             source=source,
         )
+        reservation.written_at_s = self.tombstones.now()
         self._holds.setdefault(holder, _Holds()).reservations[reservation.number] = reservation
         self._puts[label.storage_key] = reservation
         return Granted(PutOutcome.GRANTED, reservation, len(victims))
@@ -277,6 +287,9 @@ class Hierarchy:
         """Index and announce the chunk, if its slot holds what was promised (`checksum` is of the slot itself)."""
         self._end_reservation(reservation)
         label = reservation.label
+        if self.tombstones.meet(label, reservation.identity, reservation.written_at_s):
+            self.arena.free(reservation.slot, is_forgotten=True)
+            return PutOutcome.FORGOTTEN
         if checksum != reservation.checksum:
             self.arena.free(reservation.slot)
             return PutOutcome.CORRUPT
@@ -293,17 +306,27 @@ class Hierarchy:
             reservation.identity,
             source=reservation.source,
         )
+        entry.written_at_s = reservation.written_at_s
         self._entries[label.storage_key] = entry
         self._policy.add(label.storage_key, label.parent, label.position)
         self._count_copy(label)
         return PutOutcome.STORED
 
     def learn(self, label: ChunkLabel) -> None:
-        """A chunk's label has become known: it takes its place in its chain, and is announced."""
+        """A chunk's label has become known: it takes its place in its chain, and is announced.
+
+        Or it is forgotten, where that is what its label says.
+        """
         entry = self._entries.get(label.storage_key)
-        if entry is None or entry.label.directory_key is not None or label.directory_key is None:
+        if entry is None or not label.adds_to(entry.label):
             return
+        if self.tombstones.meet(label, entry.identity, entry.written_at_s):
+            self.forget(entry)
+            return
+        is_announced = entry.label.directory_key is not None
         entry.label = label
+        if is_announced:
+            return
         self._policy.add(label.storage_key, label.parent, label.position)
         self._count_copy(label)
 
@@ -313,7 +336,8 @@ class Hierarchy:
         reservation = holds.reservations.get(number) if holds is not None else None
         if reservation is not None and not reservation.is_verifying:
             self._end_reservation(reservation)
-            self.arena.free(reservation.slot)
+            is_forgotten = self.tombstones.meet(reservation.label, reservation.identity, reservation.written_at_s)
+            self.arena.free(reservation.slot, is_forgotten=is_forgotten)
 
     def quarantine(self, holder: Hashable) -> None:
         """A holder's connection is lost: its slots stay, but its unfinished puts don't keep others away."""
@@ -360,15 +384,28 @@ class Hierarchy:
         if entry.references:
             self._held_entries -= 1
         else:
-            self.arena.free(entry.slot)
+            self.arena.free(entry.slot, is_forgotten=entry.is_forgotten)
+
+    def forget(self, entry: Entry) -> None:
+        """As `drop`; its slot is zeroed once nobody reads it, before it is used again."""
+        entry.is_forgotten = True
+        self.drop(entry)
+
+    def entries(self) -> list[Entry]:
+        """All chunks."""
+        return list(self._entries.values())
+
+    def reservations(self) -> list[Reservation]:
+        """Puts and reads under way."""
+        return [each for holds in self._holds.values() for each in holds.reservations.values()]
 
     def _meet(self, known: Entry, label: ChunkLabel, length: int, checksum: bytes) -> PutOutcome:
         """A put of a key that is held: the same bytes are welcome (and may bring the label), others are refused."""
         if (known.length, known.checksum) != (length, checksum):
             return PutOutcome.CONFLICT
-        if known.label.directory_key is None and label.directory_key is not None:
-            self.learn(label)
-        else:
+        is_announced = known.label.directory_key is not None
+        self.learn(label)
+        if is_announced or known.label.directory_key is None:
             self._report(known.label.directory_key)
             self._policy.touch(known.label.storage_key)
         return PutOutcome.HAVE

@@ -12,7 +12,7 @@ when it was used, but a parent was often written before its children, and must n
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import TypeVar
@@ -21,8 +21,10 @@ from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.tiers import Tier
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
+from nodeagent.tiers.chains import HAS_DIRECTORY_KEY, HAS_PARENT, ChainAccount, Origin, account_in_steps
 from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
 from nodeagent.tiers.found_files import FoundFiles
+from nodeagent.tiers.interned import Interned
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
 from nodeagent.tiers.use_order import UseOrder
@@ -30,8 +32,6 @@ from nodeagent.tiers.use_order import UseOrder
 REORDER_STEP_KEYS = 1_024
 COPY_STEP_ITEMS = 1 << 18
 Column = TypeVar("Column", bytearray, "array[int]", "array[float]")
-_HAS_DIRECTORY_KEY = 1
-_HAS_PARENT = 2
 _SERIAL_MASK = 0xFFFF_FFFF
 _USED_NOW = math.inf
 
@@ -97,15 +97,14 @@ class NvmeIndex:
         self._directory_keys, self._checksums = bytearray(), bytearray()
         self._flags = bytearray()
         self._positions, self._lengths = array("Q"), array("Q")
-        self._identities, self._serials = array("I"), array("I")
+        self._origins, self._serials = array("I"), array("I")
         self._next_of_label = array("I")
         self._used_at_s = array("d")
         self._table = KeyTable(self._keys, STORAGE_KEY_BYTES)
         self._labels = KeyTable(self._directory_keys, DIRECTORY_KEY_BYTES)
         self._order = UseOrder()
         self._free = array("I")
-        self._identity_numbers: dict[bytes, int] = {}
-        self._known_identities: list[bytes] = []
+        self._known_origins: Interned[Origin] = Interned()
         self._count = 0
         self._new_serials = count(1)
         self._listed = FoundFiles()
@@ -150,7 +149,7 @@ class NvmeIndex:
     def directory_keys(self, first_row: int, rows_max: int) -> list[bytes]:
         """The labels in a stretch of the columns; one that several chunks have comes several times."""
         rows = range(first_row, min(first_row + rows_max, self.rows))
-        return [self._directory_key(row) for row in rows if self._flags[row] & _HAS_DIRECTORY_KEY]
+        return [self._directory_key(row) for row in rows if self._flags[row] & HAS_DIRECTORY_KEY]
 
     def entries(self) -> Iterator[NvmeEntry]:
         """All chunks, the oldest first. Nothing may change meanwhile."""
@@ -205,6 +204,9 @@ class NvmeIndex:
         if row == NO_ROW or self._serials[row] != entry.serial:
             return
         self._forget_label(row)
+        identity, _ = self._known_origins.value(self._origins[row])
+        self._known_origins.give_back(self._origins[row])
+        self._origins[row] = self._known_origins.take((identity, label.salt_tag))
         self._write_label(row, label)
         self._note_label(row)
         self._touch(row)
@@ -217,6 +219,15 @@ class NvmeIndex:
         self._delete(row)
         return True
 
+    def drop_rows(self, rows: Sequence[tuple[int, int]]) -> list[NvmeEntry]:
+        """Nobody finds these chunks (rows, and what serials they had) any more; their files' bytes stay counted."""
+        dropped = []
+        for row, serial in rows:
+            if self._serials[row] == serial:
+                dropped.append(self._entry(row))
+                self._delete(row)
+        return dropped
+
     def take_victims(self, size_bytes: int, count_max: int) -> list[NvmeEntry]:
         """Un-index the oldest chunks until their files hold `size_bytes`; report them gone. They stay counted."""
         victims: list[NvmeEntry] = []
@@ -226,6 +237,12 @@ class NvmeIndex:
             size_bytes -= victims[-1].size_bytes
             self._delete(row)
         return victims
+
+    def account_of_chains(self) -> Generator[None, None, ChainAccount]:
+        """Makes what `find_forgotten` needs, a step at a time, and returns it."""
+        columns = (self._keys, self._parents, self._directory_keys, self._flags)
+        numbers = (self._positions, self._used_at_s, self._origins, self._serials)
+        return account_in_steps(columns, numbers, self._known_origins)
 
     def account_of_use(self) -> Iterator[UseAccount]:
         """Makes what `order_of_use` needs, a step at a time: the same object each time, whole after the last.
@@ -267,7 +284,7 @@ class NvmeIndex:
         while True:
             self._order.make_newest(row)
             self._used_at_s[row] = _USED_NOW
-            if not self._flags[row] & _HAS_PARENT:
+            if not self._flags[row] & HAS_PARENT:
                 return
             above = self._table.find(self._parent(row))
             if above == NO_ROW or self._positions[above] != self._positions[row] - 1:
@@ -284,7 +301,7 @@ class NvmeIndex:
         self._keys[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES] = label.storage_key
         self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES] = entry.checksum
         self._lengths[row] = entry.length
-        self._identities[row] = self._identity_number(entry.identity)
+        self._origins[row] = self._known_origins.take((entry.identity, label.salt_tag))
         self._serials[row] = next(self._new_serials) & _SERIAL_MASK
         self._used_at_s[row] = _USED_NOW
         self._count += 1
@@ -303,7 +320,7 @@ class NvmeIndex:
             (self._flags, 1),
         ):
             column.extend(bytes(width))
-        for numbers in (self._positions, self._lengths, self._identities, self._serials):
+        for numbers in (self._positions, self._lengths, self._origins, self._serials):
             numbers.append(0)
         self._next_of_label.append(NO_ROW)
         self._used_at_s.append(_USED_NOW)
@@ -314,12 +331,13 @@ class NvmeIndex:
         self._order.remove(row)
         self._forget_label(row)
         self._table.remove(row)
+        self._known_origins.give_back(self._origins[row])
         self._serials[row] = 0
         self._free.append(row)
         self._count -= 1
 
     def _write_label(self, row: int, label: ChunkLabel) -> None:
-        flags = (label.directory_key is not None) * _HAS_DIRECTORY_KEY | (label.parent is not None) * _HAS_PARENT
+        flags = (label.directory_key is not None) * HAS_DIRECTORY_KEY | (label.parent is not None) * HAS_PARENT
         self._flags[row] = flags
         self._positions[row] = label.position
         start = row * STORAGE_KEY_BYTES
@@ -329,7 +347,7 @@ class NvmeIndex:
 
     def _note_label(self, row: int) -> None:
         """Rows of one label are a chain; the first of them is in the table."""
-        if not self._flags[row] & _HAS_DIRECTORY_KEY:
+        if not self._flags[row] & HAS_DIRECTORY_KEY:
             return
         first = self._labels.find(self._directory_key(row))
         if first == NO_ROW:
@@ -341,7 +359,7 @@ class NvmeIndex:
         self._report(row)
 
     def _forget_label(self, row: int) -> None:
-        if not self._flags[row] & _HAS_DIRECTORY_KEY:
+        if not self._flags[row] & HAS_DIRECTORY_KEY:
             return
         key, following = self._directory_key(row), self._next_of_label[row]
         before = self._labels.find(key)
@@ -353,19 +371,12 @@ class NvmeIndex:
             while self._next_of_label[before] != row:
                 before = self._next_of_label[before]
             self._next_of_label[before] = following
-        self._flags[row] &= ~_HAS_DIRECTORY_KEY
+        self._flags[row] &= ~HAS_DIRECTORY_KEY
         self._on_change(key, int(Tier.NVME) if self.has_label(key) else 0)
 
     def _report(self, row: int) -> None:
-        if self._flags[row] & _HAS_DIRECTORY_KEY:
+        if self._flags[row] & HAS_DIRECTORY_KEY:
             self._on_change(self._directory_key(row), int(Tier.NVME))
-
-    def _identity_number(self, identity: bytes) -> int:
-        number = self._identity_numbers.get(identity)
-        if number is None:
-            number = self._identity_numbers[identity] = len(self._known_identities)
-            self._known_identities.append(identity)
-        return number
 
     def _key(self, row: int) -> bytes:
         return bytes(self._keys[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
@@ -380,14 +391,15 @@ class NvmeIndex:
         flags = self._flags[row]
         return ChunkLabel(
             self._key(row),
-            self._directory_key(row) if flags & _HAS_DIRECTORY_KEY else None,
-            self._parent(row) if flags & _HAS_PARENT else None,
+            self._directory_key(row) if flags & HAS_DIRECTORY_KEY else None,
+            self._parent(row) if flags & HAS_PARENT else None,
             self._positions[row],
+            self._known_origins.value(self._origins[row])[1],
         )
 
     def _entry(self, row: int) -> NvmeEntry:
         checksum = bytes(self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES])
-        identity = self._known_identities[self._identities[row]]
+        identity, _ = self._known_origins.value(self._origins[row])
         return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row])
 
 
@@ -408,7 +420,7 @@ def order_of_use(account: UseAccount) -> OrderOfUse:
     live = array("I", (row for row, serial in enumerate(account.serials) if serial))
     rows = sorted_rows(live, positions.__getitem__)
     for row in reversed(rows):
-        if not account.flags[row] & _HAS_PARENT:
+        if not account.flags[row] & HAS_PARENT:
             continue
         parent = bytes(account.parents[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])
         above = account.table.find(parent)

@@ -352,7 +352,9 @@ class Promotion:
         if granted.evicted:
             self._metrics.evictions.labels(DRAM, "demand").inc(granted.evicted)
         if granted.reservation is None:
-            self._metrics.admission_refused.labels(f"promote_{granted.outcome.value}").inc()
+            is_forgotten = granted.outcome is PutOutcome.FORGOTTEN
+            reason = granted.outcome.value if is_forgotten else f"promote_{granted.outcome.value}"
+            self._metrics.admission_refused.labels(reason).inc()
             return None
         load = self._loads[key] = _Load()
         load.task = self._group.create_task(self._read(load, entry, granted.reservation, hierarchy))
@@ -369,6 +371,9 @@ class Promotion:
             newest = self._nvme.find(key)
             reservation.label = newest.label if newest is not None else entry.label
             outcome = hierarchy.finish_commit(reservation, entry.checksum)
+            if outcome is PutOutcome.FORGOTTEN:
+                self._metrics.admission_refused.labels(outcome.value).inc()
+                return False
             found = hierarchy.find(key)
             if outcome is PutOutcome.CONFLICT or found is None:
                 self._metrics.conflicts.inc()

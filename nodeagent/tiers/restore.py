@@ -1,10 +1,10 @@
 """After a start: the files of a folder become a drive's index again, in the background, newest first.
 
-(1) The folder is listed, which removes leftovers and counts every byte; until then nothing is written. (2) Headers
-are read a batch at a time, at `FILES_PER_S`, and their chunks indexed and announced. (3) When all are read, they are
-put in the order of use. A file that can't be one of ours any more (bad, of another version, or encrypted with a key
-that isn't here) is removed: the quota counts it, and nobody could ever read it. Chunks of identities that no engine
-has now are kept, until they are the oldest.
+(1) What was forgotten is read, and meets every file that follows. (2) The folder is listed, which removes leftovers and
+counts every byte; until then nothing is written. (3) Headers are read a batch at a time, at `FILES_PER_S`, and their
+chunks indexed and announced. (4) When all are read, they are put in the order of use. A file that can't be one of ours
+any more (bad, of another version, or encrypted with a key that isn't here) is removed: the quota counts it, and nobody
+could ever read it. Chunks of identities that no engine has now are kept, until they are the oldest.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ async def restore(
 ) -> None:
     """Rebuild the drive's index, once. A folder that can't be listed is tried again; meanwhile nothing is written."""
     index = drive.index
+    await drive.read_tombstones()
     listing = await _list(drive, metrics, sleep)
     index.list_files(listing.files)
     drive.note_listed()
@@ -110,6 +111,10 @@ def _take(
     """Index a file's chunk, or have the file removed. One that was evicted or written anew meanwhile is passed by."""
     if index is not drive.index or not index.is_listed(found.name):
         return
+    if isinstance(verdict, FileHeader) and _is_forgotten(drive, verdict, found.modified_s):
+        metrics.evictions.labels(NVME, "forgotten").inc()
+        drive.doom_file(found.name, index.unlist(found.name))
+        return
     if isinstance(verdict, FileHeader):
         index.restore(verdict, found.modified_s)
         return
@@ -123,3 +128,11 @@ def _take(
     metrics.evictions.labels(NVME, reason).inc()
     logger.warning("a file of the nvme folder is removed: %s", verdict)
     drive.doom_file(found.name, index.unlist(found.name))
+
+
+def _is_forgotten(drive: Drive, header: FileHeader, modified_s: float) -> bool:
+    """Whether a file that was written then is of what was forgotten: its chunk is never indexed."""
+    revision = drive.tombstones.revision
+    is_forgotten = drive.tombstones.meet(header.label, header.identity, modified_s)
+    drive.tombstones.is_grown |= drive.tombstones.revision != revision
+    return is_forgotten

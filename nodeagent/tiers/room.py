@@ -129,17 +129,21 @@ class Room:
         await self.remove([self.doomed.popitem()], index)
         return True
 
-    async def remove(self, files: Sequence[tuple[bytes, int]], index: NvmeIndex) -> None:
-        """Remove files nobody finds any more. One that can't be removed stays counted, and doesn't stop the others."""
+    async def remove(self, files: Sequence[tuple[bytes, int]], index: NvmeIndex) -> int:
+        """Remove files nobody finds any more. One that can't be removed stays counted, and doesn't stop the others.
+
+        Returns how many are gone.
+        """
         life = self._lives
         if not files:
-            return
+            return 0
         try:
             errors = await self._threads.do(_remove_each, self._store, [name for name, _ in files])
         except DriveAway:
-            return
+            return 0
+        gone = errors.count(None)
         if life != self._lives:
-            return
+            return gone
         for (name, size), error in zip(files, errors, strict=True):
             if error is None:
                 index.used_bytes -= size
@@ -150,6 +154,7 @@ class Room:
                 self.stuck[name] = size
             self._metrics.degraded.labels("nvme_unremovable").inc()
             logger.error("a file of the nvme tier can't be removed; its bytes stay counted: %s", error)
+        return gone
 
     def _step_bytes(self, index: NvmeIndex) -> int:
         """What goes ahead of need: a part of what the drive can hold, be it less than the quota."""

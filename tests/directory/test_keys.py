@@ -151,6 +151,16 @@ class TestScopes:
         with pytest.raises(IdentityRefused, match="lora"):
             Scope(lora=lora)
 
+    @given(one=SALTS, two=SALTS)
+    def test_a_salt_tag_tells_salts_apart_and_no_salt_from_any(self, one: str | None, two: str | None) -> None:
+        assert (Scope(salt=one).salt_tag == Scope(salt=two).salt_tag) == (one == two)
+        assert Scope(lora=ROOT, salt=one).salt_tag == Scope(salt=one).salt_tag
+
+    def test_salt_tags_are_what_they_were(self) -> None:
+        """They lie in files."""
+        assert Scope().salt_tag.hex() == "5aebdccf2d569dd05a5800bd4156a462"
+        assert Scope(salt="a tenant").salt_tag.hex() == "9649687929dad0e1a9941c4865c79d09"
+
     @pytest.mark.parametrize("salt", ["", "\ud800"])
     def test_a_salt_that_cannot_be_folded_is_refused(self, salt: str) -> None:
         with pytest.raises(IdentityRefused, match="salt"):

@@ -149,6 +149,7 @@ def running_agent(
     port: int = 0,
     agent_url: str | None = None,
     walk_interval_s: float = WALK_INTERVAL_S,
+    admin_token: str | None = None,
     peers: dict[str, Any] | None = None,
 ) -> Iterator[RunningAgent]:
     quota = dram_bytes if dram_bytes is not None else 4_096 + SLOTS * CHUNK_BYTES
@@ -164,7 +165,7 @@ def running_agent(
         {
             "host": host,
             "door": door,
-            "listen": {"port": port, "url": agent_url},
+            "listen": {"port": port, "url": agent_url, "admin_token": admin_token},
             "directory": {"url": "redis://unused", "walk_interval_s": walk_interval_s},
             "dram": {"gb": quota / GB, **(dram_more or {})},
             "nvme": nvme,

@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+from dataclasses import replace
 
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 
 from nodeagent.errors import ChunkConflict, ChunkCorrupt, ChunkForeign
 from nodeagent.labels import ChunkLabel
@@ -24,10 +26,11 @@ from nodeagent.tiers.file_store import FolderStore
 from tests.nodeagent.running import label, payload, storage_key
 
 KEYS = st.binary(min_size=32, max_size=32)
+TAGS = st.none() | st.binary(min_size=16, max_size=16).filter(any)
 U64 = st.integers(0, 2**64 - 1)
 HEADERS = st.builds(
     FileHeader,
-    st.builds(ChunkLabel, KEYS, st.none() | st.binary(min_size=16, max_size=16), st.none() | KEYS, U64),
+    st.builds(ChunkLabel, KEYS, st.none() | st.binary(min_size=16, max_size=16), st.none() | KEYS, U64, TAGS),
     KEYS,
     U64,
     st.binary(min_size=16, max_size=16),
@@ -50,6 +53,13 @@ def test_a_header_has_the_golden_bytes():
     assert not any(data[len(fields) : 4_080])
     assert data[4_080:] == xxhash.xxh3_128_digest(data[:4_080])
     assert len(data) == 4_096
+
+
+def test_a_salt_tag_follows_the_fields_that_earlier_releases_wrote():
+    tagged = replace(GOLDEN, label=changed(GOLDEN.label, salt_tag=b"s" * 16))
+    data, fields = encode_header(tagged), bytes.fromhex(GOLDEN_FIELDS)
+    assert data[: len(fields) + 16] == fields + b"s" * 16
+    assert decode_header(encode_header(GOLDEN)).label.salt_tag is None
 
 
 @given(HEADERS)

@@ -1,5 +1,7 @@
 """Labels that arrive apart from their chunks."""
 
+import pytest
+
 from nodeagent.label_book import LabelBook
 from nodeagent.labels import ChunkLabel
 
@@ -23,6 +25,23 @@ def test_a_label_is_told_to_the_tiers_and_found_by_puts_that_come_later() -> Non
     assert book.complete(label(1, None)) == label(1)
     assert book.complete(label(2, None)) == label(2, None)
     assert book.complete(label(1, b"e" * 16)) == label(1, b"e" * 16), "who knows better is believed"
+
+
+@pytest.mark.parametrize(
+    ("known", "told", "is_more"),
+    [
+        ((None, None), (b"d", None), True),
+        ((None, None), (b"d", b"s"), True),
+        ((b"d", None), (b"d", b"s"), True),
+        ((b"d", b"s"), (b"d", b"s"), False),
+        ((b"d", b"s"), (b"d", None), False),
+        ((b"d", None), (b"e", b"s"), False),
+        ((b"d", None), (None, b"s"), False),
+    ],
+)
+def test_a_label_adds_to_what_is_known_or_changes_nothing(known, told, is_more):
+    labels = [ChunkLabel(bytes(32), key and key * 16, None, 0, tag and tag * 16) for key, tag in (known, told)]
+    assert labels[1].adds_to(labels[0]) == is_more
 
 
 def test_the_oldest_labels_are_forgotten() -> None:

@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nodeagent.labels import ChunkLabel
 from nodeagent.tiers import key_table, nvme_index, sorted_runs
@@ -149,6 +150,30 @@ def test_a_row_is_used_again_and_knows_its_own_identity():
         if number % 3:
             index.drop(index.get(chunk(0, number).storage_key))
     assert len(index._serials) == ROWS // 3 + 1
+
+
+def test_what_chunks_share_is_kept_once_and_goes_with_the_last_of_them():
+    index = NvmeIndex(lambda key, mask: None)
+    tagged = [replace(chunk(0, number), salt_tag=bytes([number % 2]) * 16) for number in range(4)]
+    for label in tagged:
+        index.add(entry(label))
+    assert [index.get(label.storage_key).label for label in tagged] == tagged
+    assert len(index._known_origins) == 2
+    for label in tagged[::2]:
+        index.drop(index.get(label.storage_key))
+    assert len(index._known_origins) == 1
+    index.add(entry(replace(tagged[0], salt_tag=b"z" * 16)))
+    assert index.get(tagged[0].storage_key).label.salt_tag == b"z" * 16
+    assert len(index._known_origins._values) == 2
+
+
+def test_a_tag_that_becomes_known_is_kept_with_its_chunk():
+    index = NvmeIndex(lambda key, mask: None)
+    index.add(entry(chunk(0, 0)))
+    known = index.get(chunk(0, 0).storage_key)
+    index.set_label(known, replace(known.label, salt_tag=b"t" * 16))
+    assert index.get(chunk(0, 0).storage_key).label.salt_tag == b"t" * 16
+    assert index.get(chunk(0, 0).storage_key).identity == known.identity
 
 
 def test_found_files_go_oldest_first_and_each_once():

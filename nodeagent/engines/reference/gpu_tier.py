@@ -76,6 +76,13 @@ class GpuTier:
         evicted = tuple(chunk.directory_key for each, chunk in dropped if each != key)
         return GpuChanges((directory_key,) if is_new and is_held else (), evicted)
 
+    def clear(self) -> tuple[bytes, ...]:
+        """Drop everything; returns the directory keys that are gone."""
+        with self._lock:
+            gone = tuple(chunk.directory_key for chunk in self._chunks.values())
+            self._chunks.clear()
+        return gone
+
     def inventory(self) -> list[bytes]:
         """The directory keys of all chunks, least recently used first."""
         with self._lock:

@@ -35,10 +35,11 @@ OPENS_MAX = 2
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """The names of a prompt's full chunks: what bytes are found under, and what is announced."""
+    """The names of a prompt's full chunks: what bytes are found under, and what is announced; and of which salt."""
 
     storage: tuple[bytes, ...]
     directory: tuple[bytes, ...]
+    salt_tag: bytes | None = None
 
 
 class PrefixHit(Protocol):
@@ -132,7 +133,7 @@ class TieredPrefixCache:
         """See `PrefixCache`."""
         storage = chunk_keys(scope.root(self._shard_digest), tokens, self._chunk_tokens)
         fleet = chunk_keys(scope.root(self._fleet_digest), tokens, self._chunk_tokens)
-        keys = PromptKeys(tuple(storage), tuple(directory_key(key) for key in fleet))
+        keys = PromptKeys(tuple(storage), tuple(directory_key(key) for key in fleet), scope.salt_tag)
         usable = usable_chunks(len(tokens) // 4, self._chunk_tokens)
         return keys, _TieredHit(self, keys, usable, self._gpu.leading(keys.storage[:usable]))
 
@@ -141,7 +142,8 @@ class TieredPrefixCache:
         payload = sequence.export_tokens(index * self._chunk_tokens, (index + 1) * self._chunk_tokens)
         self.hold_in_gpu(keys, index, payload)
         parent = keys.storage[index - 1] if index else None
-        self._writer.offer(ChunkLabel(keys.storage[index], keys.directory[index], parent, index), payload)
+        label = ChunkLabel(keys.storage[index], keys.directory[index], parent, index, keys.salt_tag)
+        self._writer.offer(label, payload)
 
     def hold_in_gpu(self, keys: PromptKeys, index: int, payload: NDArray[np.float32]) -> None:
         """Put a chunk into the `gpu` tier and report what changed there."""

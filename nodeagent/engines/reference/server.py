@@ -82,6 +82,17 @@ def create_app(service: EngineService) -> FastAPI:
         """The one model there is."""
         return _json(service.models())
 
+    _add_operating(app, service)
+    return app
+
+
+def _add_operating(app: FastAPI, service: EngineService) -> None:
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Empty the engine's own cache, as vLLM does; the host's tiers stay."""
+        service.reset_prefix_cache()
+        return _json({"success": True})
+
     @app.get("/health")
     async def health() -> Response:
         """200 while the model's thread lives."""
@@ -91,8 +102,6 @@ def create_app(service: EngineService) -> FastAPI:
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(service.metrics_text(), media_type=CONTENT_TYPE)
-
-    return app
 
 
 async def _answer(service: EngineService, request: Request, *, is_chat: bool) -> Response:

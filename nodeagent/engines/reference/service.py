@@ -90,6 +90,10 @@ class EngineService:
         self._scheduler.submit(steps.generation)
         return steps
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the `gpu` tier, and say so. Prompts that are being computed keep what they have loaded."""
+        self._store.report_gpu((), self._gpu.clear())
+
     async def encode(self, text: str, param: str) -> list[int]:
         """Token ids of a text, off the event loop. Raises `InvalidRequest` for one that can't fit the context."""
         loaded = self.loaded

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from directory.chunks import TOKEN_BYTES, directory_key
+from directory.identity import Scope
 from nodeagent.engines.vllm.block_scope import AdapterDigests, Refusal, first_block_scope, later_block_refusal
 from nodeagent.engines.vllm.events import BlockHash, BlockStored
 
@@ -22,7 +23,7 @@ from nodeagent.engines.vllm.events import BlockHash, BlockStored
 class Block:
     """One block's place. `index` counts from the prompt's start; `key` is that of the chunk it ends, 32 bytes."""
 
-    __slots__ = ("children", "hash", "index", "is_held", "is_refused", "key", "midstate", "parent")
+    __slots__ = ("children", "hash", "index", "is_held", "is_refused", "key", "midstate", "parent", "salt_tag")
 
     def __init__(self, block_hash: BlockHash, parent: "Block | None") -> None:
         self.hash = block_hash
@@ -30,6 +31,7 @@ class Block:
         self.index: int = 0 if parent is None else parent.index + 1
         self.key: bytes | None = None
         self.midstate: hashlib._Hash | None = None
+        self.salt_tag: bytes | None = None
         self.is_refused = False
         self.is_held = False
         self.children: dict[BlockHash, Block] | None = None
@@ -53,7 +55,8 @@ class Block:
 class Label:
     """What a chunk is called on both sides: vLLM's whole hash of its last block (32 bytes), and its directory key (16).
 
-    `parent` and `parent_hash` are the same of the chunk before it; `position` counts chunks from 0.
+    `parent` and `parent_hash` are the same of the chunk before it; `position` counts chunks from 0; `salt_tag` is its
+    scope's.
     """
 
     block_hash: bytes
@@ -61,6 +64,7 @@ class Label:
     parent: bytes | None
     position: int
     parent_hash: bytes | None = None
+    salt_tag: bytes | None = None
 
 
 class BlockTree:
@@ -161,6 +165,7 @@ class BlockTree:
             parent=None if before is None else directory_key(before),
             position=block.index // self.blocks_per_chunk,
             parent_hash=above if isinstance(above, bytes) else None,
+            salt_tag=block.salt_tag,
         )
 
     def refuse(self, block: Block, reason: str) -> None:
@@ -182,10 +187,13 @@ class BlockTree:
             return hashlib.sha256(block.key)
         return block.midstate.copy() if block.midstate is not None else None
 
-    def first_state(self, event: BlockStored) -> "hashlib._Hash | Refusal":
+    def first_scope(self, event: BlockStored) -> Scope | Refusal:
+        """What narrows the keys of the prompt that begins with `event`."""
+        return first_block_scope(event, self._adapters)
+
+    def first_state(self, scope: Scope) -> "hashlib._Hash":
         """A digest that holds what stands before the first block of a prompt: its scoped root."""
-        scope = first_block_scope(event, self._adapters)
-        return scope if isinstance(scope, Refusal) else hashlib.sha256(scope.root(self._fleet_digest))
+        return hashlib.sha256(scope.root(self._fleet_digest))
 
     def _conflict(self, block: Block) -> None:
         """Two prefixes under one hash: neither is claimed. (Possible where vLLM tells 64 bits only.)"""
@@ -233,11 +241,13 @@ class _Chain:
     def _begin(self, block: Block, index: int) -> Refusal | None:
         """Have the state that stands before `block`, unless it is refused."""
         if block.parent is None:
-            state = self._tree.first_state(self._event)
-            if isinstance(state, Refusal):
-                return state
-            self._state, self._is_running = state, True
+            scope = self._tree.first_scope(self._event)
+            if isinstance(scope, Refusal):
+                return scope
+            block.salt_tag = scope.salt_tag
+            self._state, self._is_running = self._tree.first_state(scope), True
             return None
+        block.salt_tag = block.parent.salt_tag
         refusal = later_block_refusal(self._event, index)
         if refusal is None and not self._is_running:
             self._state, self._is_running = self._tree.state_below(block.parent), True

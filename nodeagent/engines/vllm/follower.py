@@ -226,7 +226,9 @@ class _Listener:
         for label in changes.labels:
             parent = None if label.parent_hash is None else self._storage_key(label.parent_hash)
             self._labels.note(
-                ChunkLabel(self._storage_key(label.block_hash), label.directory_key, parent, label.position),
+                ChunkLabel(
+                    self._storage_key(label.block_hash), label.directory_key, parent, label.position, label.salt_tag
+                ),
                 self._tiers,
             )
 

@@ -1,4 +1,7 @@
-"""Resets a vLLM engine's prefix cache, so that the fleet knows at once: an idle one tells with its next step only."""
+"""Resets an engine's prefix cache, so that the fleet knows at once: an idle vLLM tells with its next step only.
+
+The reference engine is asked in the same way, and tells by itself.
+"""
 
 import asyncio
 import json
@@ -15,7 +18,7 @@ ANSWER_BYTES_MAX = 64 * 2**10
 
 async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) -> ResetOutcome:
     """Have the engine empty its prefix cache, and forget what its GPU held. Nothing is raised."""
-    engine = next((each for each in roster.engines if each.name == name and each.events is not None), None)
+    engine = next((each for each in roster.engines if each.name == name), None)
     if engine is None:
         return ResetOutcome.UNKNOWN
     try:
@@ -25,7 +28,8 @@ async def reset_prefix_cache(roster: Roster, follower: VllmFollower, name: str) 
         return ResetOutcome.REFUSED
     if not is_done:
         return ResetOutcome.REFUSED
-    await follower.was_reset(name)
+    if engine.events is not None:
+        await follower.was_reset(name)
     return ResetOutcome.DONE
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from directory.identity import SALT_TAG_BYTES
 from nodeagent.engines.vllm.block_scope import AdapterDigests
 from nodeagent.engines.vllm.block_tree import Block
 from nodeagent.engines.vllm.events import BlockHash
@@ -47,7 +48,10 @@ class _SavedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Saved(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Blocks are columns, parents before children; `parents` are positions in them, -1 for none."""
+    """Blocks are columns, parents before children; `parents` are positions in them, -1 for none.
+
+    `tag_numbers` are positions in `salt_tags`, -1 for none; a table of an earlier release has no such columns.
+    """
 
     life: bytes
     fleet_digest: bytes
@@ -61,6 +65,8 @@ class _Saved(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     parents: list[int]
     keys: list[bytes | None]
     refused: list[int]
+    salt_tags: list[bytes] = []
+    tag_numbers: list[int] = []
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -72,6 +78,9 @@ def dump_table(saved: SavedTable, life: bytes) -> bytes:
     table = saved.table
     blocks = _parents_first(table)
     places = {block: place for place, block in enumerate(blocks)}
+    tags = {
+        tag: number for number, tag in enumerate(dict.fromkeys(block.salt_tag for block in blocks if block.salt_tag))
+    }
     body = _ENCODER.encode(
         _Saved(
             life=life,
@@ -86,6 +95,8 @@ def dump_table(saved: SavedTable, life: bytes) -> bytes:
             parents=[-1 if block.parent is None else places[block.parent] for block in blocks],
             keys=[block.key for block in blocks],
             refused=[place for place, block in enumerate(blocks) if block.is_refused],
+            salt_tags=list(tags),
+            tag_numbers=[-1 if block.salt_tag is None else tags[block.salt_tag] for block in blocks],
         )
     )
     return MAGIC + xxhash.xxh3_128_digest(body) + body
@@ -148,6 +159,9 @@ def _is_sound(saved: _Saved) -> bool:
         and all(-1 <= parent < place for place, parent in enumerate(saved.parents))
         and all(key is None or len(key) == KEY_BYTES for key in saved.keys)
         and all(0 <= place < count for place in saved.refused)
+        and len(saved.tag_numbers) in (0, count)
+        and all(-1 <= number < len(saved.salt_tags) for number in saved.tag_numbers)
+        and all(len(tag) == SALT_TAG_BYTES for tag in saved.salt_tags)
         and len(sizes) <= 1
         and all(size > 0 and chunk % size == 0 for size in sizes)
         and (bool(sizes) or not count)
@@ -166,8 +180,10 @@ def _fill(table: GpuTable, saved: _Saved) -> None:
         group.copies.update(item.loose)
         table.tree.blocks_per_chunk = table.chunk_tokens // item.block_size
     refused = set(saved.refused)
+    numbers = saved.tag_numbers or [-1] * len(saved.hashes)
     for place, (block_hash, parent, key) in enumerate(zip(saved.hashes, saved.parents, saved.keys, strict=True)):
         block = table.tree.add(block_hash, None if parent < 0 else blocks[parent])
         block.key, block.is_refused = key, place in refused
+        block.salt_tag = saved.salt_tags[numbers[place]] if numbers[place] >= 0 else None
         blocks.append(block)
     table.revise(blocks)

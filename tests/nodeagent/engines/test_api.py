@@ -107,6 +107,19 @@ async def test_a_repeated_prompt_reports_cached_tokens(client: httpx.AsyncClient
     assert cached == [0, 3 * CHUNK_TOKENS, 0]
 
 
+async def test_a_reset_empties_the_engines_own_cache_and_not_its_hosts(tiny: LoadedModel) -> None:
+    service = build_service(tiny)
+    prompt = {"prompt": words(2 * CHUNK_TOKENS + 1), "max_tokens": 1, "temperature": 0}
+    async with serving(service) as client:
+        await client.post(COMPLETIONS, json=prompt)
+        assert len(service._gpu) == 2
+        answer = await client.post("/reset_prefix_cache")
+        assert (answer.status_code, answer.json()) == (200, {"success": True})
+        assert len(service._gpu) == 0
+        usage = (await client.post(COMPLETIONS, json=prompt)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * CHUNK_TOKENS, "from dram"
+
+
 async def test_a_seed_repeats_an_answer(client: httpx.AsyncClient) -> None:
     body = {"prompt": "hello", "seed": -3, "max_tokens": 12}
     answers = [(await client.post(COMPLETIONS, json=body)).json()["choices"] for _ in range(2)]

@@ -65,3 +65,11 @@ def test_prefixes_stay_unbroken_and_reports_add_up(capacity: int, events: list[t
         assert set(held) == reported
         for key in held:
             assert len(key) == 2 or key[:-1] in held, "a chunk is held without its parent"
+
+
+def test_a_cleared_tier_holds_nothing_and_says_what_went() -> None:
+    tier = GpuTier(4)
+    for key in (b"a", b"b"):
+        tier.insert([key], key * 16, PAYLOAD)
+    assert set(tier.clear()) == {b"a" * 16, b"b" * 16}
+    assert (len(tier), tier.inventory(), tier.leading([b"a"])) == (0, [], [])

@@ -51,7 +51,11 @@ def test_a_label_joins_the_whole_hash_of_the_last_block_to_the_directory_key() -
     gpu, blocks = table(), names(4)
     first, second = keys(EIGHT)
     changes = apply(gpu, stored(blocks, EIGHT))
-    assert changes.labels == (Label(blocks[1], first, None, 0), Label(blocks[3], second, first, 1, blocks[1]))  # type: ignore[arg-type]
+    tag = UNSCOPED.salt_tag
+    assert changes.labels == (
+        Label(blocks[1], first, None, 0, None, tag),  # type: ignore[arg-type]
+        Label(blocks[3], second, first, 1, blocks[1], tag),  # type: ignore[arg-type]
+    )
     assert gpu.labels() == changes.labels
     assert not apply(table(), stored([1, 2, 3, 4], EIGHT)).labels, "64 bits of a hash label nothing"
 
@@ -137,6 +141,13 @@ def test_salt_and_adapter_are_folded_into_the_key() -> None:
     lora = ADAPTERS["ad1"]
     assert apply(gpu, salted).stored == tuple(keys(EIGHT[:4], Scope(salt="S")))
     assert apply(gpu, adapted).stored == tuple(keys(EIGHT[:4], Scope(lora=lora, salt="S")))
+
+
+def test_every_chunk_of_a_salted_chain_has_the_salts_tag() -> None:
+    gpu, blocks = table(), names(4)
+    apply(gpu, stored(blocks[:2], EIGHT[:4], extra_keys=(("S",), None)))
+    apply(gpu, stored(blocks[2:], EIGHT[4:], parent=blocks[1], extra_keys=(None, None)))
+    assert [label.salt_tag for label in gpu.labels()] == [Scope(salt="S").salt_tag] * 2
 
 
 def test_two_names_of_one_adapter_hold_one_key_until_both_are_gone() -> None:

@@ -7,6 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from directory.identity import UNSCOPED
 from nodeagent.engines.vllm.events import Batch
 from nodeagent.engines.vllm.gpu_table import GpuTable
 from nodeagent.engines.vllm.saved_table import CHECKSUM_BYTES, MAGIC, SavedTable, dump_table, load_table
@@ -48,6 +49,16 @@ def test_a_block_of_a_chunk_that_was_not_full_is_cold_until_it_is_seen_again() -
     assert cold.table.warm(Batch(events=(stored([b"c"], [5, 6], parent=b"b"), *tail.events))).stored
 
 
+def test_a_table_of_an_earlier_release_has_no_salt_tags_and_is_read() -> None:
+    body = msgspec.msgpack.decode(DATA[len(MAGIC) + CHECKSUM_BYTES :])
+    before, after = load_table(DATA, **KNOWN), load_table(sealed(body[:TAGS]), **KNOWN)
+    assert before is not None
+    assert after is not None
+    assert [label.salt_tag for label in before.table.labels()] == [UNSCOPED.salt_tag]
+    assert [label.salt_tag for label in after.table.labels()] == [None]
+    assert after.table.held == before.table.held
+
+
 def test_what_was_refused_stays_refused() -> None:
     table = GpuTable(FLEET, 4, {}.get)
     table.apply(Batch(events=(stored([1, 2], [1, 2, 3, 4]), stored([1, 2], [5, 6, 7, 8]))))
@@ -85,7 +96,7 @@ def test_a_file_cut_short_or_of_anything_is_empty(what: int | bytes) -> None:
     assert load_table(DATA[:what] if isinstance(what, int) else what, **KNOWN) is None
 
 
-LIFE, NEXT, DIGEST, GROUPS, HASHES, PARENTS, KEYS, REFUSED = 0, 3, 4, 7, 8, 9, 10, 11
+LIFE, NEXT, DIGEST, GROUPS, HASHES, PARENTS, KEYS, REFUSED, TAGS, NUMBERS = 0, 3, 4, 7, 8, 9, 10, 11, 12, 13
 UNSOUND: dict[str, Callable[[list[Any]], object]] = {
     "a field more": lambda body: body.append(1),
     "a sequence of none": lambda body: body.__setitem__(NEXT, 0),
@@ -97,6 +108,9 @@ UNSOUND: dict[str, Callable[[list[Any]], object]] = {
     "a column that is short": lambda body: body[PARENTS].pop(),
     "a count below nothing": lambda body: body[GROUPS][0][4].__setitem__(0, -1),
     "a loose count of none": lambda body: body[GROUPS][0][5][0].__setitem__(1, 0),
+    "a tag that is short": lambda body: body[TAGS].__setitem__(0, b"short"),
+    "a tag that isn't there": lambda body: body[NUMBERS].__setitem__(0, 7),
+    "numbers of tags for some": lambda body: body[NUMBERS].pop(),
     "no groups": lambda body: body[GROUPS].clear(),
     "a block size that doesn't divide": lambda body: body[GROUPS][0].__setitem__(3, 3),
     "a window of nothing": lambda body: body[GROUPS][0].__setitem__(2, 0),

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from directory.identity import UNSCOPED
 from nodeagent.engines.vllm.block_tree import Label
 from nodeagent.engines.vllm.events import AllBlocksCleared
 from tests.nodeagent.engines.vllm.following import BRIEF, chunk, following, fresh, gone, held, in_step, key
@@ -17,7 +18,7 @@ async def test_what_is_stored_and_removed_reaches_the_listener() -> None:
         engine.publish(gone(1), chunk(3))
         await until(lambda: listener.claimed == held(2, 3))
         assert [label.directory_key for label in listener.labels] == [key(1), key(2), key(3)]
-        assert listener.labels[0] == Label(b"1 b", key(1), None, 0)
+        assert listener.labels[0] == Label(b"1 b", key(1), None, 0, salt_tag=UNSCOPED.salt_tag)
         engine.publish(AllBlocksCleared())
         await until(lambda: not listener.claimed)
         assert subscriber.is_known
