@@ -170,6 +170,7 @@ class Agent:
                     "engine": engine.name,
                     "url": engine.registration.url,
                     "models": list(engine.registration.models),
+                    "identity": engine.registration.identity.fleet_digest().hex(),
                     "process": engine.process.pid,
                     "is_connected": engine.connection is not None,
                     "directory": engine.publisher.trouble or "ok",
