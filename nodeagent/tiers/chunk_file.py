@@ -121,4 +121,6 @@ def decode_header(data: bytes | bytearray) -> FileHeader:
         parent if flags & _HAS_PARENT else None,
         position,
     )
+    if not label.is_sound():
+        raise ChunkCorrupt("a file's header has a label that no chunk can have")
     return FileHeader(label, identity, length, checksum)
