@@ -66,6 +66,7 @@ class DramTier:
         self.on_stored: Callable[[bytes], None] = lambda _: None
         self._making: asyncio.Task[TierUnavailable | None] | None = None
         self._unclaimed: Arena | None = None
+        self._attempt: object = None
         self._free_low = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
         metrics.bytes_limit.labels("dram").set(quota_bytes)
@@ -181,7 +182,13 @@ class DramTier:
         while True:
             may_wait = time.monotonic() < deadline
             try:
-                return await loop.run_in_executor(self._threads, self._try_arena, slot_bytes, may_wait)
+                attempt = self._attempt = object()
+                try:
+                    made = loop.run_in_executor(self._threads, self._try_arena, attempt, slot_bytes, may_wait)
+                except RuntimeError as error:
+                    self._attempt = None  # it may be queued all the same
+                    raise MemoryShort(f"no thread can be had that makes the dram tier: {error}") from error
+                return await made
             except MemoryShort as error:
                 if not may_wait:
                     raise
@@ -192,7 +199,9 @@ class DramTier:
                 is_waiting = True
                 await asyncio.sleep(MEMORY_ASK_S)
 
-    def _try_arena(self, slot_bytes: int, may_wait: bool) -> None:
+    def _try_arena(self, attempt: object, slot_bytes: int, may_wait: bool) -> None:
+        if attempt is not self._attempt:
+            return
         # Kept here, so that it isn't lost where nobody waits for the thread any more.
         self._unclaimed = Arena(self.quota_bytes, slot_bytes, self._wish, may_wait=may_wait)
 
@@ -227,7 +236,12 @@ class DramTier:
             self.account()
 
     async def _digest(self, arena: Arena, slot: int, length: int) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+        try:
+            digest = asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+        except RuntimeError:
+            # The machine gives no thread: everybody waits for this one, rather than that the chunk is lost.
+            return _digest_of(arena, slot, length)
+        return await digest
 
 
 def _digest_of(arena: Arena, slot: int, length: int) -> bytes:
