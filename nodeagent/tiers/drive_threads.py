@@ -54,7 +54,7 @@ class DriveThreads:
         return self._clock() - min(begun) if begun else 0.0
 
     async def do(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        """Have a job done. Raises `DriveAway` where too many wait, the queue was dropped meanwhile, or there is no thread."""
+        """Have a job done. Raises `DriveAway` where too many wait, the queue was dropped, or there is no thread."""
         if len(self._jobs) >= self._jobs_max:
             raise DriveAway("too many jobs wait for the drive")
         gate = _Gate()
