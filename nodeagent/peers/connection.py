@@ -28,8 +28,10 @@ from nodeagent.peers.wire import PlainWire, TlsWire, Wire, receive, send
 CONNECT_S = 2.0
 FIRST_BYTE_S = 2.0
 IDLE_S = 1.0
+ANSWER_S = 4.0
 CHUNK_S = 20.0
-"""How long a connection and its greeting, an answer's first byte, the next piece and all of a chunk may take."""
+"""How long a connection and its greeting, an answer's first byte, the next piece, all of an answer but for its chunk,
+and all of the chunk may take."""
 ADDRESSES_MAX = 4
 """Addresses of one name that are tried."""
 LOOKUPS_MAX = 16
@@ -131,8 +133,12 @@ class PeerConnection:
         Raises `PeerUnreachable`, or `PeerBadBytes` for an answer to another question.
         """
         await send(self._wire, frame(Ask(directory_key, list(identities))), IDLE_S)
-        header = await receive(self._wire, HEADER_BYTES, FIRST_BYTE_S)
-        answer = decode_answer(header, await receive(self._wire, body_length(header), IDLE_S))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                header = await receive(self._wire, HEADER_BYTES, FIRST_BYTE_S)
+                answer = decode_answer(header, await receive(self._wire, body_length(header), IDLE_S))
+        except TimeoutError:
+            raise PeerUnreachable(f"an answer hasn't come within {ANSWER_S:g} s") from None
         if answer.directory_key != directory_key:
             raise PeerBadBytes("another chunk was sent than was asked for")
         self.has_answered = True
