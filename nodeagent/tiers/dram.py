@@ -67,6 +67,7 @@ class DramTier:
         self._making: asyncio.Task[TierUnavailable | None] | None = None
         self._unclaimed: Arena | None = None
         self._attempt: object = None
+        self._rechecking: set[int] = set()
         self._free_low = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
         metrics.bytes_limit.labels("dram").set(quota_bytes)
@@ -122,9 +123,13 @@ class DramTier:
         return await asyncio.shield(self._group.create_task(self._finish(hierarchy, reservation)))
 
     def recheck(self, entry: Entry) -> None:
-        """A reader found a chunk wrong: look at its slot, and drop the chunk if its bytes are bad."""
+        """A reader found a chunk wrong: look at its slot, and drop the chunk if its bytes are bad.
+
+        Many may say so of one chunk at a time, and be wrong themselves: it is looked at once for all.
+        """
         hierarchy = self.hierarchy
-        if hierarchy is not None and entry.is_indexed:
+        if hierarchy is not None and entry.is_indexed and entry.slot not in self._rechecking:
+            self._rechecking.add(entry.slot)
             self._group.create_task(self._recheck(hierarchy, entry))
 
     async def keep_free(self) -> None:
@@ -221,13 +226,12 @@ class DramTier:
 
     async def _recheck(self, hierarchy: Hierarchy, entry: Entry) -> None:
         # The check holds the chunk as a reader does: its slot can't be reused while it is looked at.
-        if not entry.is_indexed:
-            return
-        opened = hierarchy.open_run([entry.label.storage_key], self)
+        opened = hierarchy.open_run([entry.label.storage_key], self) if entry.is_indexed else []
         try:
-            checksum = await self._digest(hierarchy.arena, entry.slot, entry.length)
+            checksum = await self._digest(hierarchy.arena, entry.slot, entry.length) if opened else entry.checksum
         finally:
             hierarchy.close(self, [each.reference for each in opened])
+            self._rechecking.discard(entry.slot)
         if checksum != entry.checksum:
             self._metrics.checksum_failures.inc()
             self._metrics.evictions.labels("dram", "corrupt").inc()
