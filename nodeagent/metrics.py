@@ -11,7 +11,7 @@ EVICTION_REASONS = {
     "nvme": ("quota", "corrupt", "vanished", "unreadable", "foreign"),
 }
 """Quota: ahead of need, or for a file's room. Demand: a put found no free slot. The rest: what became of the bytes."""
-PUT_REFUSALS = ("busy", "conflict", "full", "corrupt", "refused", "other_bits")
+PUT_REFUSALS = ("busy", "conflict", "forgotten", "full", "corrupt", "refused", "other_bits")
 PROMOTION_REFUSALS = (
     "nvme_reads_full",
     "promote_have",
@@ -45,6 +45,7 @@ PEER_HINT_REFUSALS = (
     "off",
     "put_busy",
     "put_conflict",
+    "put_forgotten",
     "put_full",
     "put_have",
     "put_refused",
