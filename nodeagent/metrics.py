@@ -7,8 +7,8 @@ LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 TIERS = ("dram", "nvme")
 SOURCES = ("local", "peer")
 EVICTION_REASONS = {
-    "dram": ("quota", "demand", "corrupt"),
-    "nvme": ("quota", "corrupt", "vanished", "unreadable", "foreign"),
+    "dram": ("quota", "demand", "corrupt", "forgotten"),
+    "nvme": ("quota", "corrupt", "vanished", "unreadable", "foreign", "forgotten"),
 }
 """Quota: ahead of need, or for a file's room. Demand: a put found no free slot. The rest: what became of the bytes."""
 PUT_REFUSALS = ("busy", "conflict", "forgotten", "full", "corrupt", "refused", "other_bits")
