@@ -40,7 +40,7 @@ from nodeagent.tiers.eviction import Lru
 from nodeagent.tiers.file_io import BufferedIo
 from nodeagent.tiers.file_store import Listing, Space
 from nodeagent.tiers.file_writer import FileWriter
-from nodeagent.tiers.found_files import FoundFiles
+from nodeagent.tiers.found_files import FoundFiles, no_step
 from nodeagent.tiers.hierarchy import Hierarchy
 from nodeagent.tiers.key_table import KeyTable
 from nodeagent.tiers.nvme_index import REORDER_STEP_KEYS, NvmeEntry, NvmeIndex, order_of_use
@@ -249,7 +249,7 @@ class MadeUpStore:
     def close(self) -> None:
         return
 
-    def listing(self) -> Listing:
+    def listing(self, on_step: Callable[[], None] = no_step) -> Listing:
         files = FoundFiles()
         for number in range(self._chunks):
             entry = header_of(number, LENGTH, bytes(16))
@@ -257,7 +257,7 @@ class MadeUpStore:
             self._names += name
             self._rows.add(number)
             files.append(name, file_bytes(LENGTH), float(number % 100_000))
-        files.sort()
+        files.sort(on_step)
         return Listing(files, 0, 0)
 
     def header(self, name: bytes) -> FileHeader:

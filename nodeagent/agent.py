@@ -31,6 +31,7 @@ from nodeagent.host_rates import HostRates, time_memory
 from nodeagent.http_api import HttpServer, create_api, listen
 from nodeagent.inventory import Inventory
 from nodeagent.labels import ChunkLabel
+from nodeagent.loop_threads import LoopThreads
 from nodeagent.metrics import AgentMetrics
 from nodeagent.peers.exchange import PeerExchange
 from nodeagent.processes import Holder, Process, ProcessWatch
@@ -67,7 +68,7 @@ class HttpUnavailable(AgentError):
 async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -> bool:
     """Run an agent until SIGTERM, SIGINT, or cancellation. `ready` is called once door and HTTP are open.
 
-    Returns `False` where a drive hangs: a thread waits for it, which an interpreter that ends would wait for.
+    Returns `False` where a drive or a resolver hangs: a thread waits for it, which an interpreter that ends would join.
 
     A directory that doesn't answer is not fatal: the agent serves its engines and keeps trying. Raises `AgentError`
     where the door or the port can't be had, and `DirectoryError` for a malformed URL.
@@ -77,7 +78,7 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
     )
     agent, switch_interval_s = Agent(config, directory), sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    loop = asyncio.get_running_loop()
+    loop, threads = asyncio.get_running_loop(), LoopThreads()
     for number in SIGNALS:
         loop.add_signal_handler(number, agent.stop)
     try:
@@ -87,7 +88,8 @@ async def run(config: AgentConfig, *, ready: Callable[[], None] | None = None) -
             loop.remove_signal_handler(number)
         sys.setswitchinterval(switch_interval_s)
         await directory.aclose()
-    return not agent.has_hanging_threads
+        are_back = threads.close()
+    return are_back and not agent.has_hanging_threads
 
 
 class Agent:

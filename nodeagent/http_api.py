@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from nodeagent.errors import HintRefused, PinsFull
 from nodeagent.files import FileShelf
 from nodeagent.hints import KEYS_MAX, PEERS_MAX, Hint, Hinted, Keys, decode_hint
+from nodeagent.http_connection import HttpConnection
 from nodeagent.tiers.write_policy import Pins
 
 BACKLOG = 128
@@ -203,6 +204,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=HttpConnection,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

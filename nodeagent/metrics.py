@@ -7,11 +7,11 @@ LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 TIERS = ("dram", "nvme")
 SOURCES = ("local", "peer")
 EVICTION_REASONS = {
-    "dram": ("quota", "demand", "corrupt"),
-    "nvme": ("quota", "corrupt", "vanished", "unreadable", "foreign"),
+    "dram": ("quota", "demand", "corrupt", "forgotten"),
+    "nvme": ("quota", "corrupt", "vanished", "unreadable", "foreign", "forgotten"),
 }
 """Quota: ahead of need, or for a file's room. Demand: a put found no free slot. The rest: what became of the bytes."""
-PUT_REFUSALS = ("busy", "conflict", "full", "corrupt", "refused", "other_bits")
+PUT_REFUSALS = ("busy", "conflict", "forgotten", "full", "corrupt", "refused", "other_bits")
 PROMOTION_REFUSALS = (
     "nvme_reads_full",
     "promote_have",
@@ -45,6 +45,7 @@ PEER_HINT_REFUSALS = (
     "off",
     "put_busy",
     "put_conflict",
+    "put_forgotten",
     "put_full",
     "put_have",
     "put_refused",

@@ -34,7 +34,7 @@ from nodeagent.tiers.promotion import LowerTier, is_crowded
 CONNECTIONS_MAX = 256
 GREETING_S = 5.0
 ASK_WAIT_S = 60.0
-"""How long a connection may be idle between two questions."""
+"""How long after an answer the next question must be there."""
 SENDS_MAX = 8
 """Chunks that are on their way out at a time; more wait for their turn."""
 IDLE_S = 5.0
@@ -122,8 +122,9 @@ class PeerServer:
         return wire
 
     async def _serve_one(self, wire: Wire) -> None:
-        header = await receive(wire, HEADER_BYTES, ASK_WAIT_S)
-        ask = decode_ask(header, await receive(wire, body_length(header), IDLE_S))
+        async with asyncio.timeout(ASK_WAIT_S):
+            header = await receive(wire, HEADER_BYTES, ASK_WAIT_S)
+            ask = decode_ask(header, await receive(wire, body_length(header), IDLE_S))
         async with self._sends:
             hierarchy, entry = self._dram.hierarchy, await self._hold(ask)
             if hierarchy is None or entry is None:

@@ -18,6 +18,7 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.tiers.chunk_file import HEADER_BYTES, FileHeader, file_bytes
 from nodeagent.tiers.endurance import STATE_BYTES_MAX, DailyBudget, Instant
 from nodeagent.tiers.file_store import Listing, Space, Store
+from nodeagent.tiers.found_files import no_step
 from nodeagent.tiers.self_test import TEST_BYTES, SelfTest
 
 STATE_NAME = "warmroute.budget"
@@ -151,9 +152,9 @@ class BudgetedStore:
         """See `Store`."""
         self._store.remove(name)
 
-    def listing(self) -> Listing:
+    def listing(self, on_step: Callable[[], None] = no_step) -> Listing:
         """See `Store`."""
-        return self._store.listing()
+        return self._store.listing(on_step)
 
     def header(self, name: bytes) -> FileHeader:
         """See `Store`."""

@@ -127,4 +127,6 @@ def decode_header(data: bytes | bytearray) -> FileHeader:
         position,
         salt_tag if salt_tag != _NO_TAG else None,
     )
+    if not label.is_sound():
+        raise ChunkCorrupt("a file's header has a label that no chunk can have")
     return FileHeader(label, identity, length, checksum)

@@ -76,6 +76,8 @@ class DramTier:
         self._making: asyncio.Task[TierUnavailable | None] | None = None
         self._refusal = ""
         self._unclaimed: Arena | None = None
+        self._attempt: object = None
+        self._rechecking: set[int] = set()
         self._free_low = asyncio.Event()
         self._is_unclean = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
@@ -135,9 +137,13 @@ class DramTier:
         return await asyncio.shield(self._group.create_task(self._finish(hierarchy, reservation)))
 
     def recheck(self, entry: Entry) -> None:
-        """A reader found a chunk wrong: look at its slot, and drop the chunk if its bytes are bad."""
+        """A reader found a chunk wrong: look at its slot, and drop the chunk if its bytes are bad.
+
+        Many may say so of one chunk at a time, and be wrong themselves: it is looked at once for all.
+        """
         hierarchy = self.hierarchy
-        if hierarchy is not None and entry.is_indexed:
+        if hierarchy is not None and entry.is_indexed and entry.slot not in self._rechecking:
+            self._rechecking.add(entry.slot)
             self._group.create_task(self._recheck(hierarchy, entry))
 
     async def keep_free(self) -> None:
@@ -228,7 +234,13 @@ class DramTier:
         while True:
             may_wait = time.monotonic() < deadline
             try:
-                return await loop.run_in_executor(self._threads, self._try_arena, slot_bytes, may_wait)
+                attempt = self._attempt = object()
+                try:
+                    made = loop.run_in_executor(self._threads, self._try_arena, attempt, slot_bytes, may_wait)
+                except RuntimeError as error:
+                    self._attempt = None  # it may be queued all the same
+                    raise MemoryShort(f"no thread can be had that makes the dram tier: {error}") from error
+                return await made
             except MemoryShort as error:
                 if not may_wait:
                     raise
@@ -239,7 +251,9 @@ class DramTier:
                 is_waiting = True
                 await asyncio.sleep(MEMORY_ASK_S)
 
-    def _try_arena(self, slot_bytes: int, may_wait: bool) -> None:
+    def _try_arena(self, attempt: object, slot_bytes: int, may_wait: bool) -> None:
+        if attempt is not self._attempt:
+            return
         # Kept here, so that it isn't lost where nobody waits for the thread any more.
         self._unclaimed = Arena(self.quota_bytes, slot_bytes, self._wish, may_wait=may_wait)
 
@@ -259,13 +273,12 @@ class DramTier:
 
     async def _recheck(self, hierarchy: Hierarchy, entry: Entry) -> None:
         # The check holds the chunk as a reader does: its slot can't be reused while it is looked at.
-        if not entry.is_indexed:
-            return
-        opened = hierarchy.open_run([entry.label.storage_key], self)
+        opened = hierarchy.open_run([entry.label.storage_key], self) if entry.is_indexed else []
         try:
-            checksum = await self._digest(hierarchy.arena, entry.slot, entry.length)
+            checksum = await self._digest(hierarchy.arena, entry.slot, entry.length) if opened else entry.checksum
         finally:
             hierarchy.close(self, [each.reference for each in opened])
+            self._rechecking.discard(entry.slot)
         if checksum != entry.checksum:
             self._metrics.checksum_failures.inc()
             self._metrics.evictions.labels("dram", "corrupt").inc()
@@ -274,7 +287,12 @@ class DramTier:
             self.account()
 
     async def _digest(self, arena: Arena, slot: int, length: int) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+        try:
+            digest = asyncio.get_running_loop().run_in_executor(self._threads, _digest_of, arena, slot, length)
+        except RuntimeError:
+            # The machine gives no thread: everybody waits for this one, rather than that the chunk is lost.
+            return _digest_of(arena, slot, length)
+        return await digest
 
 
 def _zero(arena: Arena, slots: Sequence[int]) -> None:

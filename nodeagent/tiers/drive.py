@@ -223,7 +223,7 @@ class Drive:
                 space = await self.listing.do(self.store.space)
         except TimeoutError:
             self.fail("it hangs")
-        except OSError as error:
+        except (OSError, DriveAway) as error:
             self.fail(f"it can't be opened: {error}")
         else:
             self.rate = ReadRate(_believed_of(self.tested))

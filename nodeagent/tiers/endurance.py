@@ -19,6 +19,7 @@ the host is up. A clock that jumps earns nothing. A bucket whose past isn't know
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -45,7 +46,7 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     boot_s: float
     wall_s: float
     day: int
-    day_bytes: int
+    day_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class DailyBudget:
@@ -69,7 +70,7 @@ class DailyBudget:
             self._left_bytes = max(state.left_bytes, 0.0)
             self._left_bytes = self._left_at(now.boot_s + _away_s(state, now))
             if state.day == self._day:
-                self._written_bytes = max(state.day_bytes, 0)
+                self._written_bytes = state.day_bytes
 
     def available_bytes(self, now: Instant) -> int:
         """What may be written now."""

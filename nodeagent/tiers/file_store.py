@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,7 +21,7 @@ from nodeagent.tiers.chunk_file import FileHeader, decode_header, encode_header,
 from nodeagent.tiers.chunk_folder import FILE_FLAGS, ChunkFolder
 from nodeagent.tiers.drive_faults import Fault, fault_of
 from nodeagent.tiers.file_io import BufferedIo, FileIo
-from nodeagent.tiers.found_files import FoundFiles
+from nodeagent.tiers.found_files import FoundFiles, no_step
 from nodeagent.tiers.self_test import SelfTest, self_test
 from nodeagent.tiers.tombstone_file import read_tombstones, write_tombstones
 
@@ -97,8 +97,11 @@ class Store(Protocol):
         """Remove the file of that name; one that is gone already is no error."""
         ...
 
-    def listing(self) -> Listing:
-        """What is there, newest first. Leftovers of unfinished puts are removed."""
+    def listing(self, on_step: Callable[[], None] = no_step) -> Listing:
+        """What is there, newest first. Leftovers of unfinished puts are removed.
+
+        That may take minutes: `on_step` is called for each file, so that it isn't taken for a drive that hangs.
+        """
         ...
 
     def header(self, name: bytes) -> FileHeader:
@@ -218,7 +221,7 @@ class FolderStore:
             os.unlink(name.hex(), dir_fd=folder)
         self._bad.discard(name)
 
-    def listing(self) -> Listing:
+    def listing(self, on_step: Callable[[], None] = no_step) -> Listing:
         """See `Store`. A folder that can't be read raises: a quota that counts only half is none."""
         files = FoundFiles()
         temporaries, strangers = 0, 0
@@ -226,6 +229,7 @@ class FolderStore:
             for folder in fans:
                 with os.scandir(folder) as entries:
                     for entry in entries:
+                        on_step()
                         if entry.name.endswith(TEMPORARY) and _NAME.fullmatch(entry.name[: -len(TEMPORARY)]):
                             is_removed = _remove_leftover(folder, entry.name)
                             temporaries += is_removed
@@ -236,7 +240,7 @@ class FolderStore:
                             strangers += 1
                             continue
                         files.append(bytes.fromhex(entry.name), status.st_size, status.st_mtime)
-        files.sort()
+        files.sort(on_step)
         return Listing(files, temporaries, strangers)
 
     def header(self, name: bytes) -> FileHeader:

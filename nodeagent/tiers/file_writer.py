@@ -150,7 +150,10 @@ class FileWriter:
                 if await self._drive.room.make(file_bytes(entry.length), self._drive.index):
                     await self._write_file(hierarchy.arena, entry)
                 else:
-                    self._refuse("nvme_crowded" if self._drive.room.is_crowded else "nvme_quota")
+                    if self._drive.room.is_crowded:
+                        self._refuse("nvme_crowded")
+                    else:
+                        self._refuse("nvme_quota")
             finally:
                 hierarchy.let_go(entry)
 

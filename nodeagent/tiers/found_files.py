@@ -4,12 +4,16 @@ They are counted, and the oldest of them can go, while their headers are read: a
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nodeagent.tiers.chunk_file import NAME_BYTES
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
+
+
+def no_step() -> None:
+    """Nobody wants to hear how far it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,13 @@ class FoundFiles:
         self._sizes.append(size_bytes)
         self._times.append(modified_s)
 
-    def sort(self) -> None:
-        """The newest first; all of them are listed then."""
+    def sort(self, on_step: Callable[[], None] = no_step) -> None:
+        """The newest first; all of them are listed then. `on_step` is called again and again meanwhile."""
         times = self._times
         rows = self._rows = KeyTable(self._names, NAME_BYTES)
         order = array("I")
         for row in sorted_rows(self._order, times.__getitem__, reverse=True):
+            on_step()
             # Where somebody put a file of one name into two folders, the newer counts.
             if rows.find(self._name(row)) == NO_ROW:
                 rows.add(row)

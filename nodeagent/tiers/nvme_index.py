@@ -23,7 +23,7 @@ from nodeagent.labels import ChunkLabel
 from nodeagent.messages import STORAGE_KEY_BYTES
 from nodeagent.tiers.chains import HAS_DIRECTORY_KEY, HAS_PARENT, ChainAccount, Origin, account_in_steps
 from nodeagent.tiers.chunk_file import CHECKSUM_BYTES, FileHeader, file_bytes, name_of
-from nodeagent.tiers.found_files import FoundFiles
+from nodeagent.tiers.found_files import FoundFiles, no_step
 from nodeagent.tiers.interned import Interned
 from nodeagent.tiers.key_table import NO_ROW, KeyTable
 from nodeagent.tiers.sorted_runs import sorted_rows
@@ -410,8 +410,8 @@ def _copy(column: Column, copied: Column, items: int) -> Iterator[None]:
         yield
 
 
-def order_of_use(account: UseAccount) -> OrderOfUse:
-    """Newest first; no chunk older than a child of its. What isn't restored was used just now.
+def order_of_use(account: UseAccount, on_step: Callable[[], None] = no_step) -> OrderOfUse:
+    """Newest first; no chunk older than a child of its. What isn't restored was used just now. `on_step` as in `sort`.
 
     Children come before their parents (the deepest first), and hand up when they were used. Among chunks that were
     used at the same time the ancestors are the newer ones.
@@ -420,6 +420,7 @@ def order_of_use(account: UseAccount) -> OrderOfUse:
     live = array("I", (row for row, serial in enumerate(account.serials) if serial))
     rows = sorted_rows(live, positions.__getitem__)
     for row in reversed(rows):
+        on_step()
         if not account.flags[row] & HAS_PARENT:
             continue
         parent = bytes(account.parents[row * STORAGE_KEY_BYTES : (row + 1) * STORAGE_KEY_BYTES])

@@ -1,7 +1,7 @@
 """One drive's life beside the others: used until it fails, withdrawn, left alone for a while, tried again.
 
     in use: its index is rebuilt; is watched for jobs that don't end
-      | errors in a row, gone, or one job under way for `HANG_S`
+      | errors in a row, gone, or one job under way for `HANG_S` without a step
     in quarantine: found by nobody at once; its placements are withdrawn step by step
       | after `RETRY_FIRST_S`, doubling up to `RETRY_MAX_S`, once its threads are back
     opened anew, self-tested and listed: in use

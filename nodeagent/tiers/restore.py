@@ -59,7 +59,7 @@ async def restore(
     for _ in copying:
         # A million chunks copied at once would keep the event loop for too long.
         await asyncio.sleep(0)
-    ordered = await drive.listing.do(order_of_use, account)
+    ordered = await drive.listing.do(order_of_use, account, drive.listing.note_step)
     for start in range(0, len(ordered.rows), REORDER_STEP_KEYS):
         index.put_in_order(ordered, start, REORDER_STEP_KEYS)
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def restore(
 async def _list(drive: Drive, metrics: AgentMetrics, sleep: Sleep) -> Listing:
     while True:
         try:
-            return await drive.listing.do(drive.store.listing)
+            return await drive.listing.do(drive.store.listing, drive.listing.note_step)
         except OSError as error:
             metrics.degraded.labels("nvme_unlisted").inc()
             logger.error("the nvme folder %s can't be listed; nothing is written to it: %s", drive.name, error)

@@ -126,11 +126,14 @@ class Room:
         return life == self._lives
 
     async def work_ahead(self, index: NvmeIndex) -> bool:
-        """Evict down to the lower watermark where the upper one is passed; returns whether something went."""
+        """Evict down to the lower watermark where the upper one is passed; returns whether something went.
+
+        Where the watermarks hold no file, or no file was written yet, the quota itself is the mark.
+        """
         await self._look()
         step = self._step_bytes(index)
         ahead = step if step >= self._largest_bytes > 0 else 0
-        excess = self._excess_bytes(ahead, index) if ahead else self._lacking_bytes(0)
+        excess = self._excess_bytes(ahead, index)
         is_evicted = excess > 0 and await self._evict(excess + ahead, index)
         if not is_evicted:
             self.owed_bytes = 0

@@ -34,7 +34,7 @@ HEADERS = st.builds(
     KEYS,
     U64,
     st.binary(min_size=16, max_size=16),
-)
+).filter(lambda header: header.label.is_sound())
 GOLDEN = FileHeader(
     ChunkLabel(bytes(range(32)), bytes(range(100, 116)), bytes(range(40, 72)), 7), b"i" * 32, 1_000, b"c" * 16
 )
@@ -88,6 +88,12 @@ def test_another_version_and_an_encrypted_file_are_foreign(offset, what):
     data[4_080:] = xxhash.xxh3_128_digest(data[:4_080])
     with pytest.raises(ChunkForeign, match=what):
         decode_header(data)
+
+
+def test_a_chunk_that_claims_to_be_its_own_parent_is_corrupt():
+    key = storage_key("a")
+    with pytest.raises(ChunkCorrupt):
+        decode_header(encode_header(FileHeader(ChunkLabel(key, None, key, 1), UNKNOWN_IDENTITY, 1, b"c" * 16)))
 
 
 @pytest.fixture

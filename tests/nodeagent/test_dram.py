@@ -2,17 +2,19 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
 import xxhash
 
-from nodeagent.errors import TierUnavailable
+from nodeagent.errors import MemoryShort, TierUnavailable
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers import dram
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.dram import FREE_SLOTS_FRACTION, DramTier
+from tests.nodeagent.lone_drive import soon
 from tests.nodeagent.running import CHUNK_BYTES, WAIT_S, label, open_fds, payload, storage_key
 
 SLOTS = 2 * FREE_SLOTS_FRACTION
@@ -176,3 +178,57 @@ async def test_an_arena_that_is_being_made_at_the_end_is_given_back(monkeypatch)
     assert asking.cancelled()
     assert len(arenas.made) == 1
     assert open_fds() == before
+
+
+async def test_a_chunk_that_many_readers_doubt_is_checked_once_for_all_and_again_later(monkeypatch):
+    checked, digest = [], dram._digest_of
+
+    def noting(arena, slot, length):
+        checked.append(slot)
+        return digest(arena, slot, length)
+
+    async def at_once(keys) -> None:
+        return
+
+    async with tier_with(at_once, {}) as tier:
+        assert await put(tier, "a") is PutOutcome.STORED
+        monkeypatch.setattr(dram, "_digest_of", noting)
+        entry = tier.hierarchy.find(storage_key("a"))
+        for times in (1, 2):
+            for _ in range(100):
+                tier.recheck(entry)
+            await soon(lambda: not tier._rechecking)
+            assert len(checked) == times
+        with tier.hierarchy.arena.view(entry.slot, CHUNK_BYTES) as slot:
+            slot[0] ^= 1
+        tier.recheck(entry)
+        await soon(lambda: not tier._rechecking)
+        assert not entry.is_indexed
+
+
+async def test_without_a_thread_the_arena_is_made_later_and_a_chunk_is_checked_all_the_same(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def at_once(keys) -> None:
+        return
+
+    made = []
+
+    def making(*arguments, **options):
+        made.append(Arena(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(dram, "Arena", making)
+    monkeypatch.setattr(dram, "MEMORY_WAIT_S", 0.0)
+    async with tier_with(at_once, {}) as tier:
+        with monkeypatch.context() as refusing:
+            refusing.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(MemoryShort, match="no thread"):
+                await tier.ensure(CHUNK_BYTES)
+        await tier.ensure(CHUNK_BYTES)
+        assert len(made) == 1, "and none of the attempt that was refused"
+        tier._threads = ThreadPoolExecutor(1)
+        with monkeypatch.context() as refusing:
+            refusing.setattr(threading.Thread, "start", refuse)
+            assert await put(tier, "a") is PutOutcome.STORED

@@ -157,6 +157,14 @@ def test_a_state_that_is_damaged_is_an_empty_bucket(saved):
     assert (budget.available_bytes(at(500)), budget.written_today_bytes(at(500))) == (0, 0)
 
 
+@pytest.mark.parametrize("written", [-1, 10**400], ids=["less than nothing", "more than a float holds"])
+def test_a_state_that_claims_what_no_drive_wrote_is_an_empty_bucket(written):
+    state = DailyBudget(DAY, at(0)).state(at(0)).replace(b'"day_bytes":0', b'"day_bytes":%d' % written)
+    assert b"%d" % written in state
+    budget = DailyBudget(DAY, at(0), state)
+    assert (budget.available_bytes(at(0)), float(budget.written_today_bytes(at(0)))) == (0, 0.0)
+
+
 @pytest.mark.parametrize("left", [1e300, -1e300, 10**400], ids=str)
 def test_a_state_that_claims_too_much_gives_a_burst_at_most(left):
     state = DailyBudget(DAY, at(0)).state(at(0)).replace(b'"left_bytes":0.0', b'"left_bytes":%d' % left)

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers import drive as one_drive
+from nodeagent.tiers import quarantine
 from nodeagent.tiers.file_store import FolderStore
-from tests.nodeagent.lone_drive import store_in_dram, tier_on
+from tests.nodeagent.lone_drive import no_wait, soon, store_in_dram, tier_on
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     SLOTS,
@@ -102,3 +104,35 @@ async def test_a_tier_whose_write_hangs_says_so_and_waits_for_one_that_ends(tmp_
         let_go.set()
         monkeypatch.setattr(one_drive, "CLOSE_WAIT_MAX_S", WAIT_S)
         assert await tier.close(group.create_task(asyncio.sleep(0)))
+
+
+async def test_a_listing_longer_than_a_hang_is_none_while_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(quarantine, "WATCH_S", 0.001)
+    now_s, looks = [0.0], threading.Semaphore(0)
+
+    def clock():
+        if threading.current_thread() is threading.main_thread():
+            looks.release()
+        return now_s[0]
+
+    class Long(FolderStore):
+        def listing(self, on_step):
+            for _ in range(4):
+                now_s[0] += 0.9 * quarantine.HANG_S
+                for _ in range(2):
+                    assert looks.acquire(timeout=WAIT_S)
+                on_step()
+            return super().listing(on_step)
+
+    store, metrics = Long(str(tmp_path / "nvme")), AgentMetrics()
+    drive = one_drive.Drive(store, 1 << 20, lambda key, mask: None, no_wait, metrics, min_free_bytes=0, clock=clock)
+    await drive.open()
+    keeping = asyncio.create_task(quarantine.keep(drive, lambda keys: None, metrics))
+    try:
+        await soon(lambda: not (drive.is_restoring and drive.is_up))
+        assert drive.is_up
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        assert await drive.close(keeping)
+        store.close()

@@ -1,11 +1,12 @@
 import asyncio
+import contextlib
 import logging
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nodeagent import http_api
+from nodeagent import http_api, http_connection
 from nodeagent.files import FileShelf
 from nodeagent.hints import Hint, PeerAddress, PeerHint, read_address
 from nodeagent.http_api import HttpServer, ResetOutcome, create_api, listen
@@ -253,3 +254,46 @@ async def test_a_reset_says_what_became_of_it(http, state, outcome, status):
     answer = await http.post("/engines/gpu-07-a/reset_prefix_cache")
     assert (answer.status_code, state["reset"]) == (status, "gpu-07-a")
     assert outcome.value in answer.text
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half a head"])
+async def test_a_connection_whose_request_does_not_come_is_closed(port, monkeypatch, sent):
+    monkeypatch.setattr(http_connection, "HEAD_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
+async def test_a_head_without_end_is_cut_off(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for number in range(200):
+        writer.write(b"x-%d: %s\r\n" % (number, b"x" * 1_000) if number else HEAD)
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), http_connection.HEAD_S - 1) == b""
+    writer.close()
+
+
+async def test_connections_are_bounded_and_one_that_ends_makes_room(port, monkeypatch):
+    monkeypatch.setattr(http_connection, "CONNECTIONS_MAX", 2)
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await asyncio.wait_for(reader.read(), http_connection.HEAD_S - 1) == b""
+    writer.close()
+    held[0][1].close()
+    await held[0][1].wait_closed()
+
+    async def is_answered():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            return b"200" in await reader.readline()
+        except ConnectionError:
+            return False
+        finally:
+            writer.close()
+
+    async with asyncio.timeout(http_connection.HEAD_S - 1):
+        while not await is_answered():
+            await asyncio.sleep(0)
+    held[1][1].close()

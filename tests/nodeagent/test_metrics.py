@@ -78,6 +78,7 @@ def test_every_reason_that_the_source_gives_is_one_that_begins_at_zero():
         "promote_granted",
         "promote_stored",
         "promote_corrupt",
+        "promote_forgotten",  # counted as "forgotten", as a put's is
     }
     assert named >= {"endurance", "nvme_paused", "other_bits"}, "the patterns find them"
     assert named | outcomes | promoted == set(PUT_REFUSALS + PROMOTION_REFUSALS + WRITE_REFUSALS)

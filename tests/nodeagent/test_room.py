@@ -82,6 +82,18 @@ async def test_a_quota_too_small_for_watermarks_is_used_whole():
         assert min(number + 1, 2) * SIZE <= drive.index.used_bytes <= 3 * SIZE
 
 
+@pytest.mark.parametrize("quota_files", [2, 4 * ROOM_FRACTION], ids=["without watermarks", "with watermarks"])
+async def test_files_from_before_beyond_the_quota_go_without_a_write(quota_files):
+    before = Drive(quota=(quota_files + 3) * SIZE)
+    for number in range(quota_files + 3):
+        assert await before.write(f"n{number}")
+    drive = Drive(quota=quota_files * SIZE)
+    drive.index = before.index
+    while await drive.room.work_ahead(drive.index):
+        pass
+    assert 0 < drive.index.used_bytes <= quota_files * SIZE
+
+
 async def test_the_file_system_keeps_its_minimum_though_the_quota_allows_more():
     drive = Drive(quota=100 * SIZE, total=20 * SIZE, min_free=5 * SIZE)
     for number in range(40):

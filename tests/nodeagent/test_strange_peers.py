@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.client import PutResult
-from nodeagent.errors import PeerBadBytes, PeerRefused
+from nodeagent.errors import PeerBadBytes, PeerRefused, PeerUnreachable
 from nodeagent.peers import connection as connection_module
 from nodeagent.peers import server as server_module
 from nodeagent.peers.protocol import (
@@ -165,6 +165,22 @@ BAD_ANSWERS = {
     "a label's bit": lambda ask: bytes([*frame(chunk_of("a", ask))[:-1], 0x7F]) + bytes(payload("a")),
     "http": lambda ask: b"HTTP/1.1 200 OK\r\n\r\n",
 }
+
+
+class Trickle:
+    """A wire by which a byte comes now and then, and never the last."""
+
+    async def send(self, data, idle_s):
+        return
+
+    async def fill(self, target, idle_s):
+        await asyncio.Event().wait()
+
+
+async def test_an_answer_that_trickles_for_ever_is_given_up(monkeypatch):
+    monkeypatch.setattr(connection_module, "ANSWER_S", 0.01)
+    with pytest.raises(PeerUnreachable, match="an answer"):
+        await connection_module.PeerConnection(Trickle()).ask(b"k" * 16, [UNKNOWN_IDENTITY])
 
 
 @pytest.fixture(scope="module")
