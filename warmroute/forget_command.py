@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 from pydantic import Field, SecretStr
 
+from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
 from directory.members import HostRegistration, Member
 from directory.redis_directory import RedisDirectory
@@ -114,16 +116,16 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    """The body of the request. Raises `ValueError` and `OSError`; the agents check the rest."""
+    """The body of the request. Raises `ValueError`; the agents check the rest."""
     asked: dict[str, Any] = {}
     if options.identity is not None:
         asked["identity"] = _identity(options.identity)
     if options.keys is not None:
-        asked["keys"] = options.keys
+        asked["keys"] = [_key(text) for text in options.keys]
     if options.salt_stdin:
         asked["salt"] = sys.stdin.read(INPUT_BYTES_MAX).rstrip("\r\n")
     if options.salt_file is not None:
-        asked["salt"] = options.salt_file.read_text(encoding="utf-8").rstrip("\r\n")
+        asked["salt"] = _read(options.salt_file).rstrip("\r\n")
     if options.token_ids is not None:
         asked["token_ids"] = _tokens(options.token_ids)
     for name in ("kept_tokens", "chunk_tokens", "lora"):
@@ -134,17 +136,33 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
     return asked | ({"reset_engines": True} if options.reset_engines else {})
 
 
+def _key(text: str) -> str:
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIRECTORY_KEY_BYTES}}}", text):
+        raise ValueError(f"a directory key is {2 * DIRECTORY_KEY_BYTES} hex digits, not {text!r}")
+    return text
+
+
 def _identity(text: str) -> Any:
-    if not text.lstrip().startswith("{"):
+    if re.fullmatch("[0-9a-fA-F]{64}", text):
         return text
     try:
-        return json.loads(text)
+        fields = json.loads(text)
+        if isinstance(fields, dict):
+            return fields
     except (ValueError, RecursionError):
-        raise ValueError("--identity must be 64 hex digits, or a JSON object with the identity's fields") from None
+        pass
+    raise ValueError("--identity must be 64 hex digits, or a JSON object with the identity's fields")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from error
 
 
 def _tokens(name: str) -> Any:
-    text = sys.stdin.read(INPUT_BYTES_MAX) if name == "-" else Path(name).read_text(encoding="utf-8")
+    text = sys.stdin.read(INPUT_BYTES_MAX) if name == "-" else _read(Path(name))
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -108,7 +108,7 @@ class Room:
             return False
         life, fits = self._lives, await self._make(size_bytes, index)
         if life == self._lives:
-            self._note_crowded(not fits and self._lacking_bytes(size_bytes) > 0)
+            self._note_crowded(0 if fits else max(0, self._lacking_bytes(size_bytes)))
         return fits
 
     async def _make(self, size_bytes: int, index: NvmeIndex) -> bool:
@@ -173,12 +173,14 @@ class Room:
             logger.error("a file of the nvme tier can't be removed; its bytes stay counted: %s", error)
         return gone
 
-    def _note_crowded(self, is_crowded: bool) -> None:
+    def _note_crowded(self, lacking_bytes: int) -> None:
+        is_crowded = lacking_bytes > 0
         if is_crowded and not self.is_crowded:
             logger.warning(
-                "nothing is written to %s: others fill its file system, of which so much must stay free "
-                "(nvme.min_free_gb)",
+                "nothing is written to %s: others fill its file system, which lacks %d bytes for one file beside what "
+                "stays free (nvme.min_free_gb)",
                 self._name,
+                lacking_bytes,
             )
         elif self.is_crowded and not is_crowded:
             logger.info("there is room on the file system of %s again", self._name)

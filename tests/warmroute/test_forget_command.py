@@ -126,11 +126,14 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["--keys", "ab"], 1, "$.keys[0]"),
+        (["--keys", "ab"], 2, "a directory key is 32 hex digits, not 'ab'"),
+        (["--identity", "ab"], 2, "--identity must be"),
+        (["--identity", "[1]"], 2, "--identity must be"),
+        (["--identity", '{"model": "m"}'], 1, "refused (400)"),
         ([], 2, "say what to forget"),
         (["--keys", "ab" * 16, "--host", "h9"], 2, "no host of the name h9"),
         (["--identity", "{"], 2, "--identity must be"),
-        (["--token-ids", "/nowhere"], 2, "/nowhere"),
+        (["--token-ids", "/nowhere"], 2, "forget: /nowhere can't be read: No such file"),
         (["--token-ids", "-"], 2, "--token-ids must hold"),
     ],
 )
