@@ -110,7 +110,14 @@ class ForgetfulHost:
         return outcome
 
     async def at_rest(self):
-        await soon(lambda: not self.nvme.queued_writes and not self.dram.hierarchy._held_entries)
+        hierarchy = self.dram.hierarchy
+
+        def is_it():
+            read = {each.entry.slot for holds in hierarchy._holds.values() for each in holds.references.values()}
+            held = {entry.slot for entry in hierarchy._entries.values() if entry.references}
+            return not self.nvme.queued_writes and held <= read
+
+        await soon(is_it)
 
     def evict(self, key):
         entry = self.dram.hierarchy.find(key)

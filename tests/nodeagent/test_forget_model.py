@@ -1,4 +1,4 @@
-"""Puts, evictions, forgets, drives that go and come back, restarts and time: in any order, against a plain model.
+"""Puts, reads, evictions, forgets, drives that come and go, restarts and time, in any order, against a plain model.
 
 What was forgotten is never found before its term is over, whatever happens; everything else stays.
 """
@@ -69,6 +69,7 @@ class ForgettingMachine(RuleBasedStateMachine):
         self.direct: dict[str, float] = {}
         self.loose: set[str] = set()
         self.away: set[int] = set()
+        self.references: dict[int, tuple[str, int, int]] = {}
         self.run(self.start())
 
     def run(self, coroutine):
@@ -143,10 +144,38 @@ class ForgettingMachine(RuleBasedStateMachine):
     async def evicted(self, name):
         self.host.evict(storage_key(name))
 
+    @rule(name=st.sampled_from(NAMES))
+    def open(self, name):
+        self.run(self.opened(name))
+
+    async def opened(self, name):
+        """By a reader that keeps it: its slot is the reader's, whatever is forgotten meanwhile."""
+        for each in self.host.dram.hierarchy.open_run([storage_key(name)], "reader"):
+            assert name in self.there | self.loose, "what was forgotten is served"
+            self.references[each.reference] = (name, each.slot, each.generation)
+
+    @precondition(lambda self: self.references)
+    @rule(data=st.data())
+    def close(self, data):
+        number = data.draw(st.sampled_from(sorted(self.references)))
+        del self.references[number]
+        self.run(self.closed(number))
+
+    async def closed(self, number):
+        assert len(self.host.dram.hierarchy.close("reader", [number])) == 1
+
     @rule(named=st.sets(st.sampled_from(NAMES), min_size=1, max_size=2))
     def forget_keys(self, named):
         keys = frozenset(storage_key(name)[:16] for name in named)
         self.forget(named, {name for name in NAMES if follows(name, named)}, directory_keys=keys)
+
+    @rule(name=st.sampled_from(NAMES), others=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3))
+    def forget_what_is_read(self, name, others):
+        self.put(name)
+        self.open(name)
+        self.forget_keys({name})
+        for other in others:
+            self.put(other)
 
     @rule(letter=st.sampled_from("ac"))
     def forget_identity(self, letter):
@@ -205,6 +234,7 @@ class ForgettingMachine(RuleBasedStateMachine):
     def restart(self):
         on_disk = {name for name in NAMES if self.drive_of(name) is not None}
         self.away.clear()
+        self.references.clear()
         self.run(self.stack.aclose())
         self.run(self.start())
         self.maybe_gone |= self.there - on_disk
@@ -234,10 +264,14 @@ class ForgettingMachine(RuleBasedStateMachine):
             if entry is not None:
                 with hierarchy.arena.view(entry.slot, entry.length) as view:
                     assert view == data_of(name)
+        for name, slot, generation in self.references.values():
+            assert hierarchy.arena._shared_generations[slot] == generation, "a reader's slot was given away"
+            with hierarchy.arena.view(slot, len(data_of(name))) as view:
+                assert view == data_of(name)
 
 
 TestForgetting = ForgettingMachine.TestCase
 TestForgetting.settings = settings(
-    max_examples=10, stateful_step_count=15, deadline=None, phases=(Phase.reuse, Phase.generate)
+    max_examples=8, stateful_step_count=15, deadline=None, phases=(Phase.reuse, Phase.generate)
 )
 """Not made smaller where it fails: each try is a host with threads and files."""
