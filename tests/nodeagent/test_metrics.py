@@ -40,7 +40,6 @@ from tests.nodeagent.running import (
     running_agent,
     storage_key,
 )
-from tests.nodeagent.tiers_by_hand import REFUSALS
 
 TOKENS = 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -82,7 +81,6 @@ def test_every_reason_that_the_source_gives_is_one_that_begins_at_zero():
     }
     assert named >= {"endurance", "nvme_paused", "other_bits"}, "the patterns find them"
     assert named | outcomes | promoted == set(PUT_REFUSALS + PROMOTION_REFUSALS + WRITE_REFUSALS)
-    assert set(WRITE_REFUSALS) == REFUSALS
     evictions = re.findall(r'evictions\.labels\(\s*("dram"|DRAM|NVME),\s*"(\w+)"', source)
     assert evictions
     for tier, reason in evictions:

@@ -19,7 +19,7 @@ from directory.tiers import Tier
 from nodeagent.errors import BudgetSpent
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
-from nodeagent.metrics import AgentMetrics
+from nodeagent.metrics import WRITE_REFUSALS, AgentMetrics
 from nodeagent.tiers.admission import Admission
 from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
 from nodeagent.tiers.dram import DramTier
@@ -42,19 +42,7 @@ TURNS = 20
 RESTS_MAX = 100
 LONG_S = 10.0
 NO_TIME_S = 1e-9
-REFUSALS = {
-    "endurance",
-    "nvme_conflict",
-    "nvme_corrupt",
-    "nvme_crowded",
-    "nvme_error",
-    "nvme_evicted_first",
-    "nvme_paused",
-    "nvme_quarantined",
-    "nvme_queue_full",
-    "nvme_quota",
-    "nvme_strange",
-}
+REFUSALS = frozenset(WRITE_REFUSALS)
 """Why a chunk that was offered to the tier isn't written."""
 
 
