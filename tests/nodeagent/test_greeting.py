@@ -66,9 +66,11 @@ def test_what_is_held_is_said_before_the_first_put_can_be_granted(tmp_path: Path
     """Said after a grant, it would take that grant back, and the put would be lost."""
     agent = ScriptedAgent(tmp_path / "door")
     putting: list[threading.Thread] = []
+    is_made = threading.Event()
 
     def inventory() -> list[bytes]:
         # The client's own thread asks for this while it greets: a put of another thread comes in between.
+        assert is_made.wait(WAIT_S)
         put = threading.Thread(target=lambda: client.put(label("a"), payload("a"), WAIT_S))
         putting.append(put)
         put.start()
@@ -76,6 +78,7 @@ def test_what_is_held_is_said_before_the_first_put_can_be_granted(tmp_path: Path
         return []
 
     client = ChunkClient(str(tmp_path / "door"), make_hello(), inventory)
+    is_made.set()
     assert agent.has_heard_reserve.wait(WAIT_S)
     client.stop()
     for put in putting:
