@@ -21,7 +21,7 @@ from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
-from gateway.encoding.encoder import RENDERERS, Encoder, Encoders
+from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.prompt_tokenizer import WholeTexts
 from gateway.fleet import Fleet
@@ -58,7 +58,8 @@ class FixedEncoders(Encoders):
 
     def find(self, registration: EngineRegistration) -> Encoder:
         tokenizer = WholeTexts(ByteBackend(), self._pool, "for tests")
-        return Encoder(tokenizer, RENDERERS[registration.renderer](TEMPLATE, {}), 10**6)
+        files = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
+        return Encoder(tokenizer, build_renderer(registration.renderer, files), 10**6)
 
 
 @dataclass
