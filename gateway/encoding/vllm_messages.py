@@ -6,7 +6,7 @@ the order of keys and what is left out:
 | what comes | what the template sees |
 |---|---|
 | content as a text, or none | a text; for a template of parts a list with one text part, or none |
-| text parts | joined by line ends; for a template of parts a list |
+| text parts | those that aren't empty, joined by line ends; for a template of parts a list |
 | content of a tool's result | always one text |
 | a system text that begins with a client's billing header | without that line |
 | a tool call | `id`, `function` (`arguments`, `name`), `type`; arguments read from JSON, or an empty object |
@@ -116,7 +116,7 @@ def _message(message: Mapping[str, Any], format: ContentFormat, media_mark: str 
         parts = _without_billing_header(parts)
     content: Any = [_part(part, role, format, media_mark) for part in parts]
     if format is ContentFormat.TEXT:
-        content = "\n".join(content)
+        content = "\n".join(filter(None, content))
     elif role == "tool" and all(part["type"] == "text" for part in content):
         content = "\n".join(part["text"] for part in content)
     seen: Message = {"role": role, "content": content}
