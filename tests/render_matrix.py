@@ -257,7 +257,7 @@ RESPONSES: dict[str, Fields] = {
 
 SHOW_ALL = (
     "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
-    "tools={{ tools | tojson }} documents={{ documents | tojson }} open={{ add_generation_prompt }} "
+    "tools={{ (tools or none) | tojson }} documents={{ (documents or none) | tojson }} open={{ add_generation_prompt }} "
     "bos={{ bos_token }} effort={{ reasoning_effort }} thinking={{ enable_thinking }} extra={{ extra | tojson if extra }}"
     "{{ auto }}{{ date_string }}"
 )

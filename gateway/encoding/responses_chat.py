@@ -59,6 +59,8 @@ def _message(item: Any) -> dict[str, Any]:
     texts = [_text(part) for part in content]
     if role == "assistant":
         return {"role": role, "content": texts[0]}
+    if any(part.keys() != {"type", "text"} for part in content):
+        raise Uncertain("content_part")
     return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
 
 
