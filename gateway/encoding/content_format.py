@@ -3,8 +3,7 @@
 Both engines look for a loop over a message's content. vLLM 0.32 (`renderers/hf.py`) follows names: what is set to
 `messages` or to a part of it, what loops over those, and macros that are given a content. SGLang 0.5.23
 (`parser/jinja_template_utils.py`) knows three names of a message, and takes any template that speaks of media for one
-of parts. Their slips are repeated here: where vLLM's search fails (a test where a name is set, a loop over pairs), it
-says "one text".
+of parts. Their slips are repeated here: where vLLM's search fails (at a loop over pairs), it says "one text".
 """
 
 from collections.abc import Iterator
@@ -42,13 +41,9 @@ def sglang_content_format(template: ChatTemplate) -> ContentFormat:
     """What SGLang detects."""
     if any(word in template.source for word in SGLANG_MEDIA_WORDS):
         return ContentFormat.PARTS
-    try:
-        for loop in template.tree.find_all(nodes.For):
-            if any(_leads_to(loop.iter, name, "content") for name in SGLANG_MESSAGES):
-                return ContentFormat.PARTS
-    except _SearchFailed:
-        pass
-    return ContentFormat.TEXT
+    loops = template.tree.find_all(nodes.For)
+    has_loop = any(_leads_to(loop.iter, name, "content") for loop in loops for name in SGLANG_MESSAGES)
+    return ContentFormat.PARTS if has_loop else ContentFormat.TEXT
 
 
 def _content_loops(tree: nodes.Template) -> Iterator[nodes.For]:
@@ -110,14 +105,11 @@ def _content_parameters(tree: nodes.Template, messages: list[str]) -> tuple[dict
 
 
 def _leads_to(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether this is the variable, or its member `key`, perhaps filtered or sliced."""
-    while True:
-        if isinstance(node, nodes.Filter) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
-            node = node.node
-        elif isinstance(node, nodes.Test):
-            raise _SearchFailed
-        else:
-            break
+    """Whether this is the variable, or its member `key`, perhaps filtered, sliced or tested."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
     if key is None:
         return _is_name(node, name)
     if isinstance(node, nodes.Getattr):
