@@ -40,7 +40,9 @@ def _called(arguments: str, **other: Any) -> Fields:
 CHATS: dict[str, Fields] = {
     "plain": {"messages": [USER]},
     "system": {"messages": [{"role": "system", "content": "Be brief."}, USER]},
-    "multi-turn": {"messages": [USER, {"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And now?"}]},
+    "multi-turn": {
+        "messages": [USER, {"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And now?"}]
+    },
     "closed": {"messages": [USER, {"role": "assistant", "content": "Rain."}], "add_generation_prompt": False},
     "continued": {
         "messages": [USER, {"role": "assistant", "content": "It is "}],
@@ -140,7 +142,11 @@ CHATS: dict[str, Fields] = {
     "unknown fields": {"messages": [{**USER, "odd": 1}], "odd": 2},
     "thinking on": {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
     "thinking off": {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False, "thinking": False}},
-    "thinking unsaid": {"messages": [USER], "chat_template_kwargs": {"enable_thinking": None}, "reasoning_effort": "low"},
+    "thinking unsaid": {
+        "messages": [USER],
+        "chat_template_kwargs": {"enable_thinking": None},
+        "reasoning_effort": "low",
+    },
     "effort": {"messages": [USER], "reasoning_effort": "low"},
     "no effort": {"messages": [USER], "reasoning_effort": "none"},
     "effort against thinking": {
@@ -159,7 +165,9 @@ CHATS: dict[str, Fields] = {
     "documents of numbers": {"messages": [USER], "documents": [{"text": 5}]},
     "special tokens": {"messages": [USER], "add_special_tokens": True},
     "torture": {"messages": [{"role": "system", "content": TORTURE}, {"role": "user", "content": TORTURE}]},
-    "white space": {"messages": [{"role": "user", "content": " \n a \n "}, {"role": "assistant", "content": "\n"}, USER]},
+    "white space": {
+        "messages": [{"role": "user", "content": " \n a \n "}, {"role": "assistant", "content": "\n"}, USER]
+    },
 }
 
 MESSAGES: dict[str, Fields] = {
@@ -257,8 +265,9 @@ RESPONSES: dict[str, Fields] = {
 
 SHOW_ALL = (
     "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
-    "tools={{ (tools or none) | tojson }} documents={{ (documents or none) | tojson }} open={{ add_generation_prompt }} "
-    "bos={{ bos_token }} effort={{ reasoning_effort }} thinking={{ enable_thinking }} extra={{ extra | tojson if extra }}"
+    "tools={{ (tools or none) | tojson }} documents={{ (documents or none) | tojson }} "
+    "open={{ add_generation_prompt }} bos={{ bos_token }} effort={{ reasoning_effort }} thinking={{ enable_thinking }} "
+    "extra={{ extra | tojson if extra }}"
     "{{ auto }}{{ date_string }}"
 )
 PARTS = (
