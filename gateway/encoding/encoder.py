@@ -16,7 +16,7 @@ from gateway.encoding.rendering import Rendered, Renderer, Uncertain
 from gateway.encoding.self_check import SelfCheck
 from gateway.encoding.sglang_renderer import SglangRenderer
 from gateway.encoding.template_files import read_templates
-from gateway.encoding.vllm_renderer import VllmRenderer
+from gateway.encoding.vllm_renderer import VllmIdsRenderer, VllmRenderer
 from gateway.openai_schema import InferenceRequest
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, bytes]], Renderer]] = {
     ),
     "vllm": lambda contents: VllmRenderer(read_templates(contents)),
     "vllm-own": lambda contents: VllmRenderer(read_templates(contents), has_own_renderer=True),
+    "vllm-unknown": lambda contents: VllmIdsRenderer(),
     "sglang": lambda contents: SglangRenderer(read_templates(contents)),
 }
 """By an engine's kind: its renderer, from the contents of the model's files. They raise `ValueError` or `KeyError`."""

@@ -87,9 +87,7 @@ class VllmRenderer:
 
     def prompt(self, request: InferenceRequest) -> Rendered | bytes:
         """See `Renderer`."""
-        for name in UNCERTAIN_FIELDS:
-            if request.fields.get(name) is not None:
-                raise Uncertain(name)
+        _check_fields(request.fields)
         if request.endpoint in (*RERANK, SCORE):
             raise Uncertain("pairs")
         return self._prompts[request.endpoint](request)
@@ -166,6 +164,27 @@ class VllmRenderer:
             return self.render({"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}).text
 
         return self.render(chat_of_messages(request.fields, self._system_rules, render_probe))
+
+
+class VllmIdsRenderer:
+    """For engines of the kind `vllm-unknown`, whose tokenizer isn't that of `tokenizer.json`: ids alone are known."""
+
+    def prompt(self, request: InferenceRequest) -> Rendered | bytes:
+        """See `Renderer`."""
+        _check_fields(request.fields)
+        if request.prompts and isinstance(request.prompts[0], bytes):
+            return request.prompts[0]
+        raise Uncertain("own_tokenizer")
+
+    def reads_cache(self, request: InferenceRequest) -> bool:
+        """See `Renderer`."""
+        return reads_cache(request.endpoint, request.fields)
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    for name in UNCERTAIN_FIELDS:
+        if fields.get(name) is not None:
+            raise Uncertain(name)
 
 
 def _first_prompt(request: InferenceRequest) -> Rendered | bytes:

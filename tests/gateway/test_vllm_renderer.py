@@ -7,7 +7,7 @@ import pytest
 from directory.chunks import pack_tokens
 from gateway.encoding.content_format import ContentFormat
 from gateway.encoding.rendering import Rendered, Uncertain
-from gateway.encoding.vllm_renderer import ServerSettings, VllmRenderer
+from gateway.encoding.vllm_renderer import ServerSettings, VllmIdsRenderer, VllmRenderer
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE
 from tests.gateway.rendered import RENDERS, asked, templates
 from tests.render_matrix import CHATS, PARTS, SHOW_ALL, TEMPLATES, USER, WEATHER
@@ -123,6 +123,14 @@ def test_a_model_with_a_renderer_of_its_own_has_certain_texts_and_no_chats() -> 
     assert renderer.prompt(asked(COMPLETIONS, {"prompt": "a"})) == Rendered("a", adds_special=True)
     with pytest.raises(Uncertain, match="own_renderer"):
         renderer.prompt(asked(CHAT, CHATS["plain"]))
+
+
+def test_of_a_model_with_a_tokenizer_of_its_own_only_ids_are_certain() -> None:
+    renderer = VllmIdsRenderer()
+    assert renderer.prompt(asked(COMPLETIONS, {"prompt": [1, 2]})) == pack_tokens([1, 2])
+    for endpoint, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, CHATS["plain"])):
+        with pytest.raises(Uncertain, match="own_tokenizer"):
+            renderer.prompt(asked(endpoint, fields))
 
 
 def test_a_template_in_the_request_is_uncertain() -> None:
