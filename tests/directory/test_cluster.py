@@ -24,6 +24,7 @@ from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, incarnation, key
 from tests.directory.servers import ClusterOfThree, ServerProcess
 from tests.directory.stands import until
+from tests.warmroute.fleets import free_port
 from warmroute.local_fleet import FleetError, FleetOptions, local_fleet
 
 B = incarnation(2)
@@ -273,12 +274,10 @@ class TestServers:
         for directory in (of_one, of_none):
             await directory.aclose()
 
-    async def test_a_fleet_does_not_start_on_one_member_of_a_cluster(
-        self, cluster: ClusterOfThree, unused_tcp_port: int
-    ) -> None:
+    async def test_a_fleet_does_not_start_on_one_member_of_a_cluster(self, cluster: ClusterOfThree) -> None:
         member = cluster.owner(PARTITION_SLOTS[0])  # it has the fleet's table, which alone would be well
         url = f"redis://127.0.0.1:{member.port}"
-        options = FleetOptions(engine_urls=("http://127.0.0.1:1",), port=unused_tcp_port, redis_url=url)
+        options = FleetOptions(engine_urls=("http://127.0.0.1:1",), port=free_port(), redis_url=url)
         with pytest.raises(FleetError, match="must begin with redis-cluster://"):
             async with local_fleet(options, print):
                 pass

@@ -1,6 +1,7 @@
 """Prompts are encoded off the loop, and only what is new; a wrong sample is noticed, counted, and ends the cuts."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +20,7 @@ from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.prompt_tokenizer import CachedPieces, WholeTexts, load_tokenizer
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
+from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
 from gateway.openai_schema import COMPLETIONS, parse_request
 from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import smollm2_content
@@ -196,3 +198,19 @@ def children() -> set[str]:
     """The ids of this process's children."""
     found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
     return {number for numbers in found for number in numbers}
+
+
+async def test_a_vocabulary_that_lacks_a_byte_is_encoded_by_the_reference_which_leaves_it_out(pool: EncodePool) -> None:
+    pipeline = json.loads(smollm2_content())
+    pipeline["pre_tokenizer"] = pipeline["pre_tokenizer"]["pretokenizers"][-1]  # as the model's vLLM has it
+    content = json.dumps(pipeline).encode()
+    tokenizer, _ = await load_tokenizer(content, pool, SelfCheck(pool, lambda: None), 2**20)
+    reference = HuggingFaceBackend(content.decode())
+    with pytest.raises(ValueError, match="byte 0x1d has no token"):
+        FastokensBackend(content.decode()).encode("a\x1db")
+    assert tokenizer.state == "tokenizers, cached pieces"
+    assert (
+        await tokenizer.encode("a\x1db", False)
+        == reference.encode("a\x1db")
+        == reference.encode("a") + reference.encode("b")
+    )

@@ -25,6 +25,7 @@ from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.file_writer import FileWriter
+from nodeagent.tiers.found_files import no_step
 from nodeagent.tiers.machine_memory import PAGE_BYTES
 from nodeagent.tiers.promotion import Promotion
 from nodeagent.tiers.quarantine import keep
@@ -95,9 +96,9 @@ class DriveThatFails(FolderStore):
         self._go(0)
         return super().header(name)
 
-    def listing(self):
+    def listing(self, on_step=no_step):
         self._go(0)
-        return super().listing()
+        return super().listing(on_step)
 
     def put(self, header, data):
         self._go(self.write_error)
