@@ -260,6 +260,28 @@ RESPONSES: dict[str, Fields] = {
         "tools": [{"type": "function", **WEATHER["function"], "strict": None}],
     },
     "effort": {"input": "What is the weather?", "reasoning": {"effort": "low"}},
+    "an agent's turns": {
+        "input": [
+            {"role": "user", "content": "What is the weather?"},
+            {"type": "reasoning", "id": "r1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Köln"}'},
+            {"type": "function_call", "call_id": "c2", "name": "ping", "arguments": ""},
+            {"type": "function_call_output", "call_id": "c1", "output": "12 °C"},
+            {"type": "function_call_output", "call_id": "c2", "output": "pong"},
+            {"type": "reasoning", "id": "r2", "summary": [{"type": "summary_text", "text": "So."}]},
+            {
+                "type": "message",
+                "id": "m1",
+                "status": "completed",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Rain.", "annotations": []}],
+            },
+            {"role": "assistant", "content": "And wind."},
+            {"type": "function_call", "call_id": "c3", "name": "ping", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c3", "output": ""},
+        ],
+        "tools": [{"type": "function", "name": "ping"}],
+    },
 }
 """Of `/v1/responses`, without `model`."""
 

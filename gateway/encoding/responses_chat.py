@@ -1,7 +1,7 @@
 """A request of `/v1/responses` as the chat that vLLM 0.32 makes of it (`entrypoints/openai/responses/utils.py`). Pure.
 
 Only what a client sends whole: what goes on from a response that an engine keeps is in that engine's memory alone.
-Items of tools and of reasoning aren't read here.
+Reasoning, text and calls that follow each other are one message of the assistant's, as long as none is there twice.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ def chat_of_response(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
     elif isinstance(given, list):
-        messages += [_message(item) for item in given]
+        for item in given:
+            _add_item(item, messages)
     else:
         raise Uncertain("input")
     chat: dict[str, Any] = {"messages": messages, **{name: fields.get(name) for name in PASSED_FIELDS}}
@@ -46,22 +47,76 @@ def chat_of_response(fields: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _message(item: Any) -> dict[str, Any]:
-    if not isinstance(item, dict) or item.get("type", "message") != "message" or item.get("status") in UNFINISHED:
+def _add_item(item: Any, messages: list[dict[str, Any]]) -> None:
+    if not isinstance(item, dict) or item.get("status") in UNFINISHED:
         raise Uncertain("input_item")
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        _add_call(item, messages)
+    elif kind == "function_call_output":
+        if not isinstance(item.get("call_id"), str) or not isinstance(item.get("output"), str):
+            raise Uncertain("input_item")
+        messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
+    elif kind == "reasoning":
+        _add_to_assistant("reasoning", _reasoning(item), messages)
+    elif kind == "message":
+        _add_message(item, messages)
+    else:
+        raise Uncertain("input_item")
+
+
+def _add_message(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
         raise Uncertain("input_item")
-    if isinstance(content, str):
-        return {"role": role, "content": content}
+    texts = [content] if isinstance(content, str) else _texts(content)
+    if role == "assistant":
+        _add_to_assistant("content", texts[0], messages)
+    elif isinstance(content, str):
+        messages.append({"role": role, "content": content})
+    elif any(part.keys() != {"type", "text"} or part["type"] != "input_text" for part in content):
+        raise Uncertain("content_part")
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _add_to_assistant(name: str, text: str, messages: list[dict[str, Any]]) -> None:
+    if messages and messages[-1]["role"] == "assistant" and name not in messages[-1]:
+        messages[-1][name] = text
+    else:
+        messages.append({"role": "assistant", name: text})
+
+
+def _add_call(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    is_known = all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments"))
+    if not is_known or item.get("namespace") is not None:
+        raise Uncertain("input_item")
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "function": function, "type": "function"}
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault("tool_calls", []).append(call)
+    else:
+        messages.append({"role": "assistant", "tool_calls": [call]})
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    """The first text of the thoughts, or of their summary."""
+    content, summary = item.get("content"), item.get("summary")
+    parts = content or summary
+    if item.get("encrypted_content") or not isinstance(summary, list) or not isinstance(content, list | None):
+        raise Uncertain("input_item")
+    if not parts:
+        return ""
+    text = parts[0].get("text") if isinstance(parts[0], dict) else None
+    if not isinstance(text, str) or parts[0].get("type") != ("reasoning_text" if content else "summary_text"):
+        raise Uncertain("input_item")
+    return text
+
+
+def _texts(content: Any) -> list[str]:
     if not isinstance(content, list) or not content:
         raise Uncertain("input_item")
-    texts = [_text(part) for part in content]
-    if role == "assistant":
-        return {"role": role, "content": texts[0]}
-    if any(part.keys() != {"type", "text"} for part in content):
-        raise Uncertain("content_part")
-    return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+    return [_text(part) for part in content]
 
 
 def _text(part: Any) -> str:

@@ -27,18 +27,23 @@ from gateway.encoding.content_format import ContentFormat
 from gateway.encoding.rendering import Uncertain, read_alike
 
 BILLING_HEADER = "x-anthropic-billing-header"
-TEXT_OF_PART = {"text": "text", "refusal": "refusal", "thinking": "thinking"}
+TEXT_OF_PART = {"text": "text", "refusal": "refusal", "thinking": "thinking", "input_text": "text"}
 ONLY_ASSISTANTS = ("refusal", "thinking")
 MEDIA_KINDS = {"image_url": "image", "audio_url": "audio", "input_audio": "audio", "video_url": "video"}
+CALL_FIELDS = ("arguments", "name")
+"""The order in which a template sees them in a chat's calls."""
 FUNCTION_FIELDS = ("name", "description", "parameters")
 Message = dict[str, Any]
 
 
 def conversation(
-    messages: Sequence[Mapping[str, Any]], format: ContentFormat, media_mark: str | None = None
+    messages: Sequence[Mapping[str, Any]],
+    format: ContentFormat,
+    media_mark: str | None = None,
+    call_fields: Sequence[str] = CALL_FIELDS,
 ) -> list[Message]:
     """The messages as a template sees them. Media parts become texts of `media_mark` where one is given."""
-    return [_message(message, format, media_mark) for message in messages]
+    return [_message(message, format, media_mark, call_fields) for message in messages]
 
 
 def count_media(messages: Iterable[Mapping[str, Any]]) -> int:
@@ -109,7 +114,9 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": seen} | ({} if defer is None else {"defer_loading": defer})
 
 
-def _message(message: Mapping[str, Any], format: ContentFormat, media_mark: str | None) -> Message:
+def _message(
+    message: Mapping[str, Any], format: ContentFormat, media_mark: str | None, call_fields: Sequence[str]
+) -> Message:
     role = message["role"]
     parts = _parts(message)
     if role == "system":
@@ -121,7 +128,7 @@ def _message(message: Mapping[str, Any], format: ContentFormat, media_mark: str 
         content = "\n".join(part["text"] for part in content)
     seen: Message = {"role": role, "content": content}
     if role == "assistant":
-        _add_assistant_fields(message, seen)
+        _add_assistant_fields(message, seen, call_fields)
     elif role == "tool" and "tool_call_id" in message:
         if not isinstance(message["tool_call_id"], str | None):
             raise Uncertain("message_fields")
@@ -180,13 +187,13 @@ def _without_billing_header(parts: Sequence[Any]) -> list[Any]:
     return kept
 
 
-def _add_assistant_fields(message: Mapping[str, Any], seen: Message) -> None:
+def _add_assistant_fields(message: Mapping[str, Any], seen: Message, call_fields: Sequence[str]) -> None:
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
             raise Uncertain("tool_calls")
         if calls:
-            seen["tool_calls"] = [_tool_call(call) for call in calls]
+            seen["tool_calls"] = [_tool_call(call, call_fields) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -196,7 +203,7 @@ def _add_assistant_fields(message: Mapping[str, Any], seen: Message) -> None:
         seen["reasoning"] = seen["reasoning_content"] = reasoning
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def _tool_call(call: Any, call_fields: Sequence[str]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise Uncertain("tool_calls")
@@ -211,8 +218,9 @@ def _tool_call(call: Any) -> dict[str, Any]:
     others = {name: value for name, value in call.items() if name not in ("id", "function", "type")}
     inner = {name: value for name, value in function.items() if name not in ("arguments", "name")}
     read_alike([*others.values(), *inner.values()], "tool_calls")
-    named = {"arguments": tool_arguments(function["arguments"]), "name": function["name"], **inner}
-    return {"id": call["id"], "function": named, "type": "function", **others}
+    read = {"arguments": tool_arguments(function["arguments"]), "name": function["name"]}
+    seen = {name: read[name] for name in call_fields} | inner
+    return {"id": call["id"], "function": seen, "type": "function", **others}
 
 
 def tool_arguments(text: str) -> dict[str, Any]:

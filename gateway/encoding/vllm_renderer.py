@@ -6,7 +6,7 @@ doesn't say it; `add_generation_prompt`, `documents`, `reasoning_effort`. What t
 `/v1/responses`, `/v1/messages` and `/v1/embeddings` are read in modules of their own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,14 @@ from gateway.encoding.rendering import Rendered, Uncertain, flag, read_alike
 from gateway.encoding.responses_chat import chat_of_response
 from gateway.encoding.template_files import ModelTemplate, ModelTemplates
 from gateway.encoding.vllm_fields import reads_cache
-from gateway.encoding.vllm_messages import Message, conversation, count_media, tool_list, without_developers
+from gateway.encoding.vllm_messages import (
+    CALL_FIELDS,
+    Message,
+    conversation,
+    count_media,
+    tool_list,
+    without_developers,
+)
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE, InferenceRequest
 
 UNCERTAIN_FIELDS = (
@@ -96,7 +103,9 @@ class VllmRenderer:
         """See `Renderer`."""
         return reads_cache(request.endpoint, request.fields)
 
-    def render(self, fields: Mapping[str, Any], adds_special: bool = False) -> Rendered:
+    def render(
+        self, fields: Mapping[str, Any], adds_special: bool = False, call_fields: Sequence[str] = CALL_FIELDS
+    ) -> Rendered:
         """A chat's prompt. Raises `Uncertain`."""
         if self._has_own_renderer:
             raise Uncertain("own_renderer")
@@ -121,18 +130,20 @@ class VllmRenderer:
             "add_generation_prompt": is_open,
         }
         adds_special = flag(fields, "add_special_tokens", adds_special)
-        messages = self._conversation(fields, chosen, None)
+        messages = self._conversation(fields, chosen, None, call_fields)
         text = _render(template, messages, variables, is_continued)
         media = count_media(fields["messages"])
         if not media:
             return Rendered(text, adds_special)
-        marked = _render(template, self._conversation(fields, chosen, MEDIA_MARK), variables, is_continued)
+        marked = _render(template, self._conversation(fields, chosen, MEDIA_MARK, call_fields), variables, is_continued)
         rest = MEDIA_TOKENS_GUESS * media + len(text) // CHARS_PER_TOKEN
         return Rendered(_common_start(text, marked), adds_special, reason="media", rest_tokens=rest)
 
-    def _conversation(self, fields: Mapping[str, Any], chosen: ModelTemplate, mark: str | None) -> list[Message]:
+    def _conversation(
+        self, fields: Mapping[str, Any], chosen: ModelTemplate, mark: str | None, call_fields: Sequence[str]
+    ) -> list[Message]:
         template = chosen.known()
-        messages = conversation(fields["messages"], self._formats[id(template)], mark)
+        messages = conversation(fields["messages"], self._formats[id(template)], mark, call_fields)
         if "'developer'" in template.source or '"developer"' in template.source:
             return messages
         return without_developers(messages)
@@ -157,7 +168,7 @@ class VllmRenderer:
 
     def _render_response(self, request: InferenceRequest) -> Rendered:
         # This endpoint's prompts get special tokens whatever the template writes: vLLM's default there.
-        return self.render(chat_of_response(request.fields), adds_special=True)
+        return self.render(chat_of_response(request.fields), adds_special=True, call_fields=("name", "arguments"))
 
     def _render_messages(self, request: InferenceRequest) -> Rendered:
         def render_probe(effort: str) -> str:

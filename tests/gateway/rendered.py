@@ -14,7 +14,7 @@ VECTORS = Path(__file__).parent.parent / "vectors"
 RENDERS: dict[str, dict[str, dict[str, Any]]] = json.loads((VECTORS / "renders.json").read_text(encoding="utf-8"))
 """By engine, template and request: what the functions of vLLM 0.32 and SGLang 0.5.23 render, or null for a refusal.
 
-`messages` are vLLM's of `/v1/messages`; SGLang's are pairs, the second of which is encoded by itself.
+`messages` and `responses` are vLLM's of these endpoints; SGLang's are pairs, the second of which is encoded by itself.
 """
 
 

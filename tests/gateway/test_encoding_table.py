@@ -16,6 +16,7 @@ from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERAN
 from tests.gateway.pipelines import smollm2_content
 from tests.gateway.rendered import asked
 from tests.render_matrix import CALL, RESULT, SPECIAL_TOKENS, USER, WEATHER
+from tests.render_matrix import RESPONSES as RESPONSES_ASKED
 
 README = Path(__file__).parent.parent.parent / "gateway" / "encoding" / "README.md"
 KINDS = ("reference", "vllm", "sglang")
@@ -65,18 +66,19 @@ ASKED: dict[tuple[str, str], tuple[str, list[dict[str, Any]]]] = {
     (COMPLETIONS, "token ids"): (TEXT, [{"prompt": [1, 2]}]),
     (COMPLETIONS, "several lists of token ids"): (TEXT, [{"prompt": [[1, 2], [3]]}]),
     (COMPLETIONS, "`truncate_prompt_tokens`"): (TEXT, [{"prompt": "a b", "truncate_prompt_tokens": 1}]),
-    (RESPONSES, "text or messages, `instructions`, tools"): (
+    (RESPONSES, "text, messages, tools, calls and results, reasoning"): (
         TEXT,
         [
             {"input": "a", "instructions": "b", "tools": [{"type": "function", "name": "f"}]},
             {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+            RESPONSES_ASKED["an agent's turns"],
         ],
     ),
-    (RESPONSES, "items of tools and reasoning, media"): (
+    (RESPONSES, "other items, media"): (
         LISTS,
         [
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
-            {"input": [{"type": "reasoning", "summary": []}]},
+            {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]},
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
         ],
     ),

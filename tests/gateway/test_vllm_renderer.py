@@ -10,7 +10,7 @@ from gateway.encoding.rendering import Rendered, Uncertain
 from gateway.encoding.vllm_renderer import ServerSettings, VllmIdsRenderer, VllmRenderer
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE
 from tests.gateway.rendered import RENDERS, asked, templates
-from tests.render_matrix import CHATS, PARTS, SHOW_ALL, TEMPLATES, USER, WEATHER
+from tests.render_matrix import CHATS, PARTS, SHOW_ALL, TEMPLATES, WEATHER
 from tests.render_matrix import MESSAGES as MESSAGES_ASKED
 from tests.render_matrix import RESPONSES as RESPONSES_ASKED
 
@@ -48,27 +48,14 @@ def test_messages_are_rendered_as_vllm_does(renderers: dict[str, VllmRenderer], 
     assert text_of(renderers[template], MESSAGES, asked_for) == RENDERS["messages"][template][name]
 
 
-CHATS_OF_RESPONSES: dict[str, dict[str, Any]] = {
-    "text": CHATS["plain"],
-    "instructions": CHATS["system"],
-    "messages": {
-        "messages": [
-            {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": "c"},
-            {"role": "user", "content": "d"},
-        ]
-    },
-    "tools": {"messages": [USER], "tools": [WEATHER]},
-    "effort": CHATS["effort"],
-}
-
-
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", RESPONSES_ASKED)
-def test_a_response_is_the_chat_that_it_says(renderers: dict[str, VllmRenderer], name: str) -> None:
-    for renderer in renderers.values():
-        chat = renderer.prompt(asked(CHAT, {**CHATS_OF_RESPONSES[name], "add_special_tokens": True}))
-        assert renderer.prompt(asked(RESPONSES, RESPONSES_ASKED[name])) == chat
+def test_responses_are_rendered_as_vllm_does(renderers: dict[str, VllmRenderer], template: str, name: str) -> None:
+    assert text_of(renderers[template], RESPONSES, RESPONSES_ASKED[name]) == RENDERS["responses"][template][name]
+
+
+def test_a_responses_prompt_gets_special_tokens() -> None:
+    assert VllmRenderer(templates(CONTENTS)).prompt(asked(RESPONSES, {"input": "x"})).adds_special  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +64,7 @@ def test_a_response_is_the_chat_that_it_says(renderers: dict[str, VllmRenderer],
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": {"id": "c"}}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, "input_item"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": ""}]}, "input_item"),
         ({"input": [{"role": "assistant", "content": "x", "status": "incomplete"}]}, "input_item"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]}, "content_part"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
