@@ -69,12 +69,17 @@ def _add_message(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
         raise Uncertain("input_item")
-    texts = [content] if isinstance(content, str) else _texts(content)
+    if isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list) and content:
+        texts = [_text(part) for part in content]
+    else:
+        raise Uncertain("input_item")
     if role == "assistant":
         _add_to_assistant("content", texts[0], messages)
-    elif isinstance(content, str):
-        messages.append({"role": role, "content": content})
-    elif any(part.keys() != {"type", "text"} or part["type"] != "input_text" for part in content):
+    elif isinstance(content, list) and any(
+        part.keys() != {"type", "text"} or part["type"] != "input_text" for part in content
+    ):
         raise Uncertain("content_part")
     else:
         messages.append({"role": role, "content": content})
@@ -111,12 +116,6 @@ def _reasoning(item: dict[str, Any]) -> str:
     if not isinstance(text, str) or parts[0].get("type") != ("reasoning_text" if content else "summary_text"):
         raise Uncertain("input_item")
     return text
-
-
-def _texts(content: Any) -> list[str]:
-    if not isinstance(content, list) or not content:
-        raise Uncertain("input_item")
-    return [_text(part) for part in content]
 
 
 def _text(part: Any) -> str:
