@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from directory.errors import DirectoryUnavailable
+from directory.function_library import load_functions
 from directory.interface import LOST
 from directory.redis_directory import RedisDirectory
 from tests.directory.documented_users import documented_sentinel_user, documented_users
@@ -71,7 +72,7 @@ async def test_a_failover_that_loses_a_tail_is_told_to_its_writer(group: Sentine
 
 async def test_users_confined_to_the_documented_commands_work_through_sentinels(group: SentinelGroup) -> None:
     first = RedisDirectory.connect(group.url)
-    await first.members()  # loads the functions
+    assert [each.became for each in await load_functions(await first.nodes(), False)] == ["loaded"]
     for server in group.servers:
         for rule in documented_users().values():
             server.client().execute_command(*rule)
