@@ -97,6 +97,9 @@ CHATS: dict[str, Fields] = {
             {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}
         ]
     },
+    "an empty part": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "a"}]}]
+    },
     "no parts": {"messages": [{"role": "user", "content": []}]},
     "strings as parts": {"messages": [{"role": "user", "content": ["a"]}]},
     "thoughts as parts": {
@@ -298,6 +301,7 @@ PARTS = (
     "{% else %}{% for part in message.content %}{{ part | tojson }}"
     "{% if part.type == 'image' %}<|image|>{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if reasoning_effort %}[{{ 'low' if reasoning_effort == 'low' else 'most' }}]{% endif %}"
 )
 DEVELOPERS = (
     "{%- for m in messages %}{% if m['role'] == 'developer' %}[dev {{ m.tools is none }}]{% else %}[{{ m['role'] }}]"
