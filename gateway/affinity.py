@@ -1,14 +1,16 @@
 """Which requests belong together when nothing better is known: the key that keeps a session on its engine."""
 
 import hashlib
+from typing import Any
 
 import orjson
 
-from gateway.openai_schema import CHAT, InferenceRequest
+from gateway.openai_schema import InferenceRequest
 from gateway.upstream import Headers
 
 SESSION_HEADERS = (b"x-session-id", b"x-conversation-id")
-SESSION_FIELDS = ("session_id", "conversation_id", "prompt_cache_key", "user")
+SESSION_FIELDS = ("session_id", "conversation_id", "conversation", "prompt_cache_key", "user", "previous_response_id")
+OPENING_FIELDS = ("instructions", "system", "query", "queries", "text_1")
 OPENING_BYTES_MAX = 4096
 
 
@@ -16,7 +18,8 @@ def session_key(request: InferenceRequest, headers: Headers) -> bytes:
     """32 bytes, equal for the requests of one session and alike on every gateway.
 
     A session id that the client gives, in a header or a field, comes first; else the opening of the conversation (all
-    up to the first user message), which every later turn repeats; for a completion the opening of its prompt.
+    up to the first user message), which every later turn repeats; for a completion the opening of its prompt. What goes
+    on from a response has only that response's name, which says nothing of the session before it.
     """
     digest = hashlib.sha256(request.model.encode())
     for name, value in headers:
@@ -25,6 +28,8 @@ def session_key(request: InferenceRequest, headers: Headers) -> bytes:
             return digest.digest()
     for field in SESSION_FIELDS:
         named = request.fields.get(field)
+        if isinstance(named, dict):  # OpenAI's `conversation`
+            named = named.get("id")
         if isinstance(named, str) and named:
             digest.update(b"\x00field" + named.encode())
             return digest.digest()
@@ -33,15 +38,20 @@ def session_key(request: InferenceRequest, headers: Headers) -> bytes:
 
 
 def _opening(request: InferenceRequest) -> bytes:
-    if request.endpoint != CHAT:
+    if request.prompts:
         prompt = request.prompts[0]
         return prompt if isinstance(prompt, bytes) else prompt[:OPENING_BYTES_MAX].encode()
-    messages = []
-    for message in request.fields["messages"]:
-        messages.append([message["role"], message.get("content")])
-        if message["role"] == "user":
+    fields = request.fields
+    opening: list[Any] = [fields[name] for name in OPENING_FIELDS if name in fields]
+    items = fields.get("messages", fields.get("input"))
+    for item in items if isinstance(items, list) else [items]:
+        if not isinstance(item, dict):
+            opening.append(item)
+            continue
+        opening.append([item.get("role"), item.get("content")])
+        if item.get("role") == "user":
             break
     try:
-        return orjson.dumps(messages)
+        return orjson.dumps(opening)
     except orjson.JSONEncodeError:  # nested more deeply than is written, though not more deeply than is read
         return request.body

@@ -161,7 +161,7 @@ class Completion:
     async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         request = incoming.request
         if XARGS in request.fields and any(
-            each.registration and each.registration.renderer == "vllm" for each in views
+            each.registration and each.registration.renderer.startswith("vllm") for each in views
         ):
             refuse_reserved(request.fields)
         with self._stage("encode"):
@@ -169,6 +169,8 @@ class Completion:
         if encoding.tokens is None:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
             return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
+        if not encoding.is_whole:
+            self._metrics.degraded.labels(f"partly_encoded_{encoding.reason}").inc()
         with self._stage("keys"):
             groups = self._lookup.grouped(request.model, views)
             chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
@@ -180,6 +182,8 @@ class Completion:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
         affinity = first_key or hashlib.sha256(encoding.tokens).digest()
+        if first_key is None and not encoding.is_whole:
+            affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
         keys = chains[0].keys if chains else ()
         return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable", keys)
 
@@ -361,7 +365,7 @@ class Completion:
         self._metrics.ttft.labels(incoming.request.model, cache).observe(self._clock() - incoming.arrived_at)
 
     def _audit(self, model: str, prepared: Prepared, score: Score, usage: Usage | None) -> None:
-        if prepared.encoding.tokens is not None:
+        if prepared.encoding.tokens is not None and prepared.encoding.is_whole:
             self._metrics.prompt_tokens.labels(model).inc(prepared.encoding.prompt_tokens)
         for tier, tokens in score.tier_tokens.items():
             self._metrics.cached_tokens.labels(model, tier.label, "predicted").inc(tokens)

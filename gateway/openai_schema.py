@@ -11,14 +11,20 @@ from gateway.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+EMBEDDINGS = "/v1/embeddings"
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORE = "/v1/score"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, *RERANK, SCORE)
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A chat or completion request: the fields read, and the body as it came.
+    """A request for a model: the fields read, and the body as it came.
 
-    `fields` is the decoded object. For completions `prompts` holds each prompt, as text or as token ids packed to
-    little-endian u32; for chat it is empty.
+    `fields` is the decoded object. For completions and embeddings `prompts` holds each prompt, as text or as token ids
+    packed to little-endian u32; elsewhere it is empty.
     """
 
     endpoint: str
@@ -31,7 +37,10 @@ class InferenceRequest:
 
 
 def parse_request(endpoint: str, body: bytes) -> InferenceRequest:
-    """Read a request. Raises `InvalidRequest` that names the field and says what would be right."""
+    """Read a request to one of `ENDPOINTS`. Raises `InvalidRequest` that names the field and says what would be right.
+
+    Lone surrogates are refused with the body: they are no Unicode, and no tokenizer takes them.
+    """
     fields = _decode_object(body)
     model = fields.get("model")
     if not isinstance(model, str) or not model:
@@ -40,10 +49,15 @@ def parse_request(endpoint: str, body: bytes) -> InferenceRequest:
     if stream is not None and not isinstance(stream, bool):
         raise InvalidRequest("stream must be true or false", "stream")
     prompts: tuple[str | bytes, ...] = ()
-    if endpoint == CHAT:
+    if endpoint in (CHAT, MESSAGES) or (endpoint == EMBEDDINGS and "messages" in fields):
         _check_messages(fields.get("messages"))
-    else:
-        prompts = _read_prompts(fields.get("prompt"))
+    elif endpoint in (COMPLETIONS, EMBEDDINGS):
+        name = "prompt" if endpoint == COMPLETIONS else "input"
+        prompts = _read_prompts(fields.get(name), name)
+    elif endpoint == RESPONSES:
+        _check_input(fields)
+    elif endpoint in RERANK:
+        _check_pairs(fields, "query", "documents")
     return InferenceRequest(endpoint, body, fields, model, bool(stream), _read_salt(fields), prompts)
 
 
@@ -79,23 +93,37 @@ def _check_messages(messages: Any) -> None:
             raise InvalidRequest(f"{where}.content must be a string or a list of parts", f"{where}.content")
 
 
-def _read_prompts(prompt: Any) -> tuple[str | bytes, ...]:
+def _check_input(fields: Mapping[str, Any]) -> None:
+    if not isinstance(fields.get("input"), str | list):
+        raise InvalidRequest("input must be a string or a list of items", "input")
+    previous = fields.get("previous_response_id")
+    if previous is not None and (not isinstance(previous, str) or not previous):
+        raise InvalidRequest("previous_response_id must be a non-empty string", "previous_response_id")
+
+
+def _check_pairs(fields: Mapping[str, Any], one: str, many: str) -> None:
+    if not isinstance(fields.get(one), str | dict):
+        raise InvalidRequest(f"{one} must be a string or an object with content", one)
+    if not isinstance(fields.get(many), str | list | dict) or not fields[many]:
+        raise InvalidRequest(f"{many} must be a non-empty list", many)
+
+
+def _read_prompts(prompt: Any, name: str) -> tuple[str | bytes, ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest("prompt must be a string, a list of strings, or token ids", "prompt")
+        raise InvalidRequest(f"{name} must be a string, a list of strings, or token ids", name)
     if _is_id(prompt[0]):
-        return (_pack_ids(prompt, "prompt"),)
+        return (_pack_ids(prompt, name),)
     prompts: list[str | bytes] = []
     for index, each in enumerate(prompt):
         if isinstance(each, str):
             prompts.append(each)
         elif isinstance(each, list) and each:
-            prompts.append(_pack_ids(each, f"prompt[{index}]"))
+            prompts.append(_pack_ids(each, f"{name}[{index}]"))
         else:
-            raise InvalidRequest(
-                f"prompt[{index}] must be a string or a non-empty list of token ids", f"prompt[{index}]"
-            )
+            where = f"{name}[{index}]"
+            raise InvalidRequest(f"{where} must be a string or a non-empty list of token ids", where)
     return tuple(prompts)
 
 

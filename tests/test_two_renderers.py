@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from directory.chunks import pack_tokens
 from gateway.encoding.examination import examine, fastest_backend
 from gateway.encoding.nasty_texts import nasty_texts
-from gateway.encoding.render import ReferenceRenderer, Uncertain
+from gateway.encoding.render import ReferenceRenderer
+from gateway.encoding.rendering import Uncertain
 from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
 from nodeagent.engines.reference.errors import InvalidRequest
 from nodeagent.engines.reference.gguf_file import GgufFile

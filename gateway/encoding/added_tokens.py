@@ -43,6 +43,7 @@ class AddedTokenSplitter:
             for is_normalized in (False, True)
             if (contents := [token.content for token in tokens if token.is_normalized == is_normalized])
         ]
+        self._longest_chars = max((len(token.content) for token in tokens), default=0)
 
     def split(self, text: str) -> list[Segment]:
         """The text's segments, in order, none of them empty."""
@@ -59,6 +60,21 @@ class AddedTokenSplitter:
                     parts.append(segment)
             segments = parts
         return segments
+
+    def certain_chars(self, text: str) -> int:
+        """How many characters of `text` have the same ids by themselves as they have before any other text.
+
+        They end with an added token, behind which there is room for the longest: no other can begin inside it, nor a
+        longer one where it begins, that isn't there already. Zero where spaces are stripped: ends aren't tokens' ends.
+        """
+        if self._stripping:
+            return 0
+        end = certain = 0
+        for content, ids, _ in self.split(text):
+            end += len(content)
+            if ids is not None and end + self._longest_chars <= len(text):
+                certain = end
+        return certain
 
     def _split_at(self, pattern: re.Pattern[str], text: str, at_start: bool) -> list[Segment]:
         if self._stripping:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -12,24 +11,37 @@ from directory.members import EngineRegistration
 from gateway.encoding.encode_pool import EncodePool, PoolBusy
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
 from gateway.encoding.prompt_tokenizer import PromptTokenizer, load_tokenizer
-from gateway.encoding.render import ReferenceRenderer, Uncertain, VllmRenderer
+from gateway.encoding.render import ReferenceRenderer
+from gateway.encoding.rendering import Rendered, Renderer, Uncertain
 from gateway.encoding.self_check import SelfCheck
-from gateway.openai_schema import CHAT, InferenceRequest
+from gateway.encoding.sglang_renderer import SglangRenderer
+from gateway.encoding.template_files import read_templates
+from gateway.encoding.vllm_renderer import VllmIdsRenderer, VllmRenderer
+from gateway.openai_schema import InferenceRequest
 
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX = 64 * 2**20
 """What the ids of known text take, for each tokenizer, where it isn't configured."""
 RETRY_S = 2.0
-RENDERERS: dict[str, type[ReferenceRenderer]] = {"reference": ReferenceRenderer, "vllm": VllmRenderer}
+RENDERERS: dict[str, Callable[[Mapping[str, bytes]], Renderer]] = {
+    "reference": lambda contents: ReferenceRenderer(
+        contents["chat_template.jinja"].decode(), orjson.loads(contents["tokenizer_config.json"])
+    ),
+    "vllm": lambda contents: VllmRenderer(read_templates(contents)),
+    "vllm-own": lambda contents: VllmRenderer(read_templates(contents), has_own_renderer=True),
+    "vllm-unknown": lambda contents: VllmIdsRenderer(),
+    "sglang": lambda contents: SglangRenderer(read_templates(contents)),
+}
+"""By an engine's kind: its renderer, from the contents of the model's files. They raise `ValueError` or `KeyError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """The token ids of the prompt that decides the routing, as little-endian u32; exactly the engine's.
 
-    Or `None` with the reason why they aren't known; `tokens_estimate` is then a rough count. `reads_cache` is whether
-    the engine uses what is cached of it.
+    Or as many of them, from the first on, as are known, or `None`; with the reason why it isn't all of them, and
+    `tokens_estimate` is then a rough count. `reads_cache` is whether the engine uses what is cached of it.
     """
 
     tokens: bytes | None
@@ -38,15 +50,20 @@ class Encoding:
     reads_cache: bool = True
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all ids are known."""
+        return not self.reason
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens in the prompt."""
-        return self.tokens_estimate if self.tokens is None else len(self.tokens) // 4
+        return self.tokens_estimate if self.tokens is None or self.reason else len(self.tokens) // 4
 
 
 class Encoder:
     """Renders and tokenizes for engines that share tokenizer files and a renderer."""
 
-    def __init__(self, tokenizer: PromptTokenizer, renderer: ReferenceRenderer, token_chars_max: int) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, renderer: Renderer, token_chars_max: int) -> None:
         self._tokenizer, self._renderer, self._token_chars_max = tokenizer, renderer, token_chars_max
 
     @property
@@ -55,28 +72,39 @@ class Encoder:
         return self._tokenizer.state
 
     async def encode(self, request: InferenceRequest, context_tokens: int) -> Encoding:
-        """Exact token ids, or why there are none. Of several prompts in one request the first decides.
+        """Exact token ids, or as many as are sure, or why there are none. Of several prompts the first decides.
 
         A text that can't fit into `context_tokens`, were every token the longest there is, isn't tokenized: its engine
         will refuse it.
         """
-        prompt: str | bytes
         try:
-            self._renderer.check(request.fields)
-            prompt = self._renderer.render(request.fields) if request.endpoint == CHAT else request.prompts[0]
+            prompt = self._renderer.prompt(request)
+            reads_cache = self._renderer.reads_cache(request)
+            if isinstance(prompt, bytes):
+                return Encoding(prompt, len(prompt) // 4, reads_cache=reads_cache)
+            if len(prompt.text) + len(prompt.then) > context_tokens * self._token_chars_max:
+                raise Uncertain("too_long")
+            tokens = await self._encode(prompt)
         except Uncertain as reason:
             return unencoded(request, str(reason))
-        reads_cache = self._renderer.reads_cache(request.endpoint, request.fields)
-        adds_special = request.endpoint != CHAT and self._renderer.adds_special_tokens
-        if isinstance(prompt, bytes):
-            return Encoding(prompt, len(prompt) // 4, reads_cache=reads_cache)
-        if len(prompt) > context_tokens * self._token_chars_max:
-            return unencoded(request, "too_long")
-        try:
-            tokens = await self._tokenizer.encode(prompt, adds_special)
         except PoolBusy:
             return unencoded(request, "encoder_busy")
-        return Encoding(tokens, len(tokens) // 4, reads_cache=reads_cache)
+        count = len(tokens) // 4
+        return Encoding(tokens, count + prompt.rest_tokens, prompt.reason, reads_cache)
+
+    async def _encode(self, prompt: Rendered) -> bytes:
+        """The prompt's ids, as far as they are sure."""
+        if prompt.reason:
+            certain = self._tokenizer.certain_chars(prompt.text)
+            if not certain or prompt.adds_special:
+                raise Uncertain(prompt.reason)
+            return await self._tokenizer.encode(prompt.text[:certain], False)
+        tokens = await self._tokenizer.encode(prompt.text, prompt.adds_special)
+        if not prompt.then:
+            return tokens
+        if len(await self._tokenizer.encode("", True)) > 4:
+            raise Uncertain("continue_final_message")  # special tokens behind a text would stay in there
+        return tokens + await self._tokenizer.encode(prompt.then, False)
 
 
 def unencoded(request: InferenceRequest, reason: str) -> Encoding:
@@ -179,9 +207,8 @@ def files_key(registration: EngineRegistration) -> FilesKey:
     return registration.renderer, tuple(sorted(registration.tokenizer_files.items()))
 
 
-def build_renderer(kind: str, contents: Mapping[str, bytes]) -> ReferenceRenderer:
+def build_renderer(kind: str, contents: Mapping[str, bytes]) -> Renderer:
     """A renderer from the files' contents. Raises `ValueError` or `KeyError` for files it can't be built from."""
     if kind not in RENDERERS:
         raise ValueError(f"no renderer of the kind {kind!r}; known are {', '.join(RENDERERS)}")
-    config: dict[str, Any] = orjson.loads(contents["tokenizer_config.json"])
-    return RENDERERS[kind](contents["chat_template.jinja"].decode(), config)
+    return RENDERERS[kind](contents)

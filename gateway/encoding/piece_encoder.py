@@ -61,6 +61,10 @@ class PieceEncoder:
         """Forget all ids; what is being looked up meanwhile goes nowhere."""
         self.cache = PieceCache(self._cache_bytes_max)
 
+    def certain_chars(self, text: str) -> int:
+        """See `AddedTokenSplitter`."""
+        return self._splitter.certain_chars(text)
+
     def look_up(self, text: str) -> PartialEncoding:
         """What is known of a text. Its depth must be `SEGMENTS` or more."""
         assert self.depth, "an encoder that takes nothing apart knows nothing"

@@ -23,6 +23,10 @@ class PromptTokenizer(Protocol):
         """Exact ids (little-endian u32). Raises `PoolBusy`."""
         ...
 
+    def certain_chars(self, text: str) -> int:
+        """How many characters of `text` are known to have the same ids whatever follows it."""
+        ...
+
 
 class WholeTexts:
     """Every text as a whole through the backend: exact whatever the tokenizer does, and dearer."""
@@ -36,6 +40,10 @@ class WholeTexts:
         if len(text) <= self._backend.inline_chars_max:
             return self._backend.encode(text, adds_special)
         return await self._pool.run(self._backend.encode, text, adds_special)
+
+    def certain_chars(self, text: str) -> int:
+        """See `PromptTokenizer`: nothing is known of how this tokenizer takes texts apart."""
+        return 0
 
 
 class CachedPieces:
@@ -70,6 +78,10 @@ class CachedPieces:
         ids = encoder.join(partial, fresh, adds_special)
         self._check.consider(Sample(encoder, self._backend, text, adds_special, ids))
         return ids
+
+    def certain_chars(self, text: str) -> int:
+        """See `PromptTokenizer`."""
+        return self._encoder.certain_chars(text) if self._encoder.depth is not Depth.WHOLE else 0
 
 
 async def load_tokenizer(

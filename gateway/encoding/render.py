@@ -1,4 +1,4 @@
-"""Renders chat messages as the reference engine does (see its own renderer: the two are written apart, on purpose).
+"""Renders as the reference engine does (see its own renderer: the two are written apart, on purpose).
 
 The template is the model's own, run in jinja2's sandbox as transformers runs it. What the engine would refuse, or
 what isn't known to render alike, raises `Uncertain`: such a request is routed without keys, never by a guess.
@@ -12,41 +12,21 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.encoding.vllm_fields import reads_cache
+from gateway.encoding.chat_template import TEMPLATE_ERRORS
+from gateway.encoding.rendering import Rendered, Uncertain, flag
+from gateway.openai_schema import CHAT, COMPLETIONS, InferenceRequest
 
 ROLES = frozenset({"system", "developer", "user", "assistant"})
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNCERTAIN_FIELDS = ("tools", "functions", "documents", "chat_template", "reasoning_effort")
-VLLM_UNCERTAIN_FIELDS = (
-    "add_special_tokens",
-    "truncate_prompt_tokens",
-    "kv_transfer_params",
-    "prompt_embeds",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-)
 UNCERTAIN_MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "reasoning", "reasoning_content")
 UNCERTAIN_ARGUMENTS = frozenset({"chat_template", "tokenize"})
 FINAL_MARK = "\ue0f0final\ue0f1"
 """Private-use characters that no template treats specially; marks where the last message's content ends."""
 
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError
-)  # fmt: skip
-"""What a template can raise over a client's values."""
-
-
-class Uncertain(Exception):
-    """This request can't be rendered exactly; the message is a short reason, fit for a metric's label."""
-
 
 class ReferenceRenderer:
     """Renders for engines of the kind `reference`. Immutable; safe to share between threads."""
-
-    roles = ROLES
-    _maps_developers = True
-    adds_special_tokens = False
-    """Whether the engine adds the tokenizer's special tokens to a completion's text."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -55,15 +35,21 @@ class ReferenceRenderer:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         self._template = environment.from_string(template)
-        self._maps_developer = self._maps_developers and "developer" not in template
+        self._maps_developer = "developer" not in template
         tokens = {name: special_tokens.get(name) for name in ("bos_token", "eos_token")}
         self._special_tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raises `Uncertain` for fields, of any endpoint, under which the engine's token ids aren't known."""
+    def prompt(self, request: InferenceRequest) -> Rendered | bytes:
+        """See `Renderer`. No special tokens are added to a completion's text."""
+        if request.endpoint == CHAT:
+            return Rendered(self.render(request.fields))
+        if request.endpoint != COMPLETIONS:
+            raise Uncertain("endpoint")
+        prompt = request.prompts[0]
+        return prompt if isinstance(prompt, bytes) else Rendered(prompt)
 
-    def reads_cache(self, endpoint: str, fields: Mapping[str, Any]) -> bool:
-        """Whether the engine uses what it has cached of such a request's prompt."""
+    def reads_cache(self, request: InferenceRequest) -> bool:
+        """See `Renderer`."""
         return True
 
     def render(self, fields: Mapping[str, Any]) -> str:
@@ -74,8 +60,8 @@ class ReferenceRenderer:
         arguments = fields.get("chat_template_kwargs") or {}
         if not isinstance(arguments, Mapping) or arguments.keys() & UNCERTAIN_ARGUMENTS:
             raise Uncertain("chat_template_kwargs")
-        is_open = _flag(fields, "add_generation_prompt", True)
-        is_continued = _flag(fields, "continue_final_message", False)
+        is_open = flag(fields, "add_generation_prompt", True)
+        is_continued = flag(fields, "continue_final_message", False)
         if is_open and is_continued:
             raise Uncertain("continue_final_message")  # the engine refuses it
         messages = [self._normalise(message) for message in fields["messages"]]
@@ -95,7 +81,7 @@ class ReferenceRenderer:
     def _normalise(self, message: Mapping[str, Any]) -> dict[str, str]:
         """The message as the template sees it: content parts joined by newlines, no content an empty text."""
         role = message["role"]
-        if role not in self.roles:
+        if role not in ROLES:
             raise Uncertain("role")
         if any(message.get(name) for name in UNCERTAIN_MESSAGE_FIELDS):
             raise Uncertain("message_fields")
@@ -113,33 +99,6 @@ class ReferenceRenderer:
         elif name is not None:
             raise Uncertain("message_fields")
         return normalised
-
-
-class VllmRenderer(ReferenceRenderer):
-    """Renders as vLLM 0.32 does: text messages alone, by the model's own template; anything else is uncertain."""
-
-    roles = frozenset({"system", "user", "assistant"})
-    adds_special_tokens = True
-    _maps_developers = False
-
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """See `ReferenceRenderer`."""
-        for name in VLLM_UNCERTAIN_FIELDS:
-            if fields.get(name) is not None:
-                raise Uncertain(name)
-
-    def reads_cache(self, endpoint: str, fields: Mapping[str, Any]) -> bool:
-        """See `ReferenceRenderer`."""
-        return reads_cache(endpoint, fields)
-
-
-def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = fields.get(name, default)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise Uncertain(name)
-    return value
 
 
 def _part_text(part: Any) -> str:

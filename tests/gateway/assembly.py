@@ -21,7 +21,7 @@ from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
-from gateway.encoding.encoder import RENDERERS, Encoder, Encoders
+from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.prompt_tokenizer import WholeTexts
 from gateway.fleet import Fleet
@@ -54,11 +54,16 @@ class ByteBackend:
 
 
 class FixedEncoders(Encoders):
-    """Encoders that are there at once."""
+    """Encoders that are there at once; all are `encoder`, where one is given."""
+
+    encoder: Encoder | None = None
 
     def find(self, registration: EngineRegistration) -> Encoder:
+        if self.encoder is not None:
+            return self.encoder
         tokenizer = WholeTexts(ByteBackend(), self._pool, "for tests")
-        return Encoder(tokenizer, RENDERERS[registration.renderer](TEMPLATE, {}), 10**6)
+        files = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
+        return Encoder(tokenizer, build_renderer(registration.renderer, files), 10**6)
 
 
 @dataclass
@@ -96,6 +101,7 @@ async def gateway_for(
     writer: DirectoryWriter | None = None,
     reader: DirectoryReader | None = None,
     renderer: str = "reference",
+    encoder: Encoder | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -116,6 +122,7 @@ async def gateway_for(
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
+        encoders.encoder = encoder
         stack.callback(encoders.close)
         fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines)
         ledger, metrics = Ledger(clock), GatewayMetrics()

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from directory.chunks import pack_tokens
 from gateway.errors import InvalidRequest
-from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.openai_schema import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    ENDPOINTS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    parse_request,
+)
 
 USER = {"role": "user", "content": "hi"}
 
@@ -49,6 +59,20 @@ def body(**fields: Any) -> bytes:
         pytest.param(COMPLETIONS, body(prompt=[2**32]), "prompt", id="prompt too large"),
         pytest.param(COMPLETIONS, body(prompt=["a", 1]), "prompt[1]", id="prompts mixed"),
         pytest.param(COMPLETIONS, body(prompt=[[1], []]), "prompt[1]", id="prompts empty"),
+        pytest.param(EMBEDDINGS, body(), "input", id="embeddings: no input"),
+        pytest.param(EMBEDDINGS, body(input=["a", 1]), "input[1]", id="embeddings: inputs mixed"),
+        pytest.param(EMBEDDINGS, body(messages=[]), "messages", id="embeddings: messages empty"),
+        pytest.param(RESPONSES, body(), "input", id="responses: no input"),
+        pytest.param(RESPONSES, body(input=5), "input", id="responses: input number"),
+        pytest.param(
+            RESPONSES, body(input="x", previous_response_id=5), "previous_response_id", id="responses: previous number"
+        ),
+        pytest.param(MESSAGES, body(), "messages", id="messages: none"),
+        pytest.param(MESSAGES, body(messages=[{"role": 5}]), "messages[0].role", id="messages: role number"),
+        pytest.param(RERANK[0], body(documents=["d"]), "query", id="rerank: no query"),
+        pytest.param(RERANK[2], body(query="q", documents=[]), "documents", id="rerank: documents empty"),
+        pytest.param(SCORE, body(model=5), "model", id="score: model number"),
+        *(pytest.param(each, b'{"model":"m","x":"\\udc00"}', None, id=f"{each}: surrogate") for each in ENDPOINTS),
     ],
 )
 def test_a_bad_request_is_refused_and_the_field_named(endpoint: str, data: bytes, param: str | None) -> None:
@@ -72,6 +96,7 @@ def test_a_bad_request_is_refused_and_the_field_named(endpoint: str, data: bytes
 )
 def test_every_shape_of_prompt_is_read(prompt: Any, prompts: tuple[str | bytes, ...]) -> None:
     assert parse_request(COMPLETIONS, body(prompt=prompt)).prompts == prompts
+    assert parse_request(EMBEDDINGS, body(input=prompt)).prompts == prompts
 
 
 def test_unknown_fields_are_left_alone_and_the_body_is_kept_byte_for_byte() -> None:
@@ -84,10 +109,12 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-fields = st.dictionaries(st.sampled_from(["model", "messages", "prompt", "stream", "cache_salt", "x"]), json_values)
+fields = st.dictionaries(
+    st.sampled_from(["model", "messages", "prompt", "input", "query", "stream", "cache_salt", "x"]), json_values
+)
 
 
-@given(st.sampled_from([CHAT, COMPLETIONS]), fields | json_values)
+@given(st.sampled_from(ENDPOINTS), fields | json_values)
 def test_whatever_comes_is_read_or_refused(endpoint: str, value: Any) -> None:
     import json
 
@@ -98,7 +125,7 @@ def test_whatever_comes_is_read_or_refused(endpoint: str, value: Any) -> None:
     assert request.model
 
 
-@given(st.sampled_from([CHAT, COMPLETIONS]), st.binary(max_size=60))
+@given(st.sampled_from(ENDPOINTS), st.binary(max_size=60))
 def test_whatever_bytes_come_are_refused(endpoint: str, data: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_request(endpoint, data)

@@ -29,6 +29,8 @@ from nodeagent.engines.vllm.settings import SOCKET_PATH_BYTES_MAX, EngineSetting
 from nodeagent.messages import KvEventSource
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+OWN_RENDERER_MODES = ("deepseek_v32", "deepseek_v4", "deepseek_v41")
+"""Values of --tokenizer-mode under which vLLM's own code makes prompts of chats, and tokenizer.json encodes them."""
 STABLE_HASHES = ("sha256", "sha256_cbor")
 SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
 CPU_FLOPS, GPU_FLOPS = 5e10, 2e14
@@ -123,9 +125,27 @@ def describe_engine(
         context_tokens=model.max_model_len,
         tokenizer_files=files,
         flops=settings.flops or (CPU_FLOPS if is_cpu else GPU_FLOPS),
-        renderer="vllm",
+        renderer=renderer_of(model, tokenizer_folder),
         events=event_source(vllm_config, layout),
     )
+
+
+def renderer_of(model: Any, tokenizer_folder: Path) -> str:
+    """Who makes prompts of chats: `vllm` the model's template, `vllm-own` code of vLLM's own for this model.
+
+    `vllm-unknown`: another tokenizer than the one of tokenizer.json, such as Mistral's own, which vLLM takes for
+    folders of Mistral's form (vllm/tokenizers/registry.py, vllm/renderers/online_renderer.py).
+    """
+
+    def has(*patterns: str) -> bool:
+        return any(True for pattern in patterns for _ in tokenizer_folder.glob(pattern))
+
+    mode = model.tokenizer_mode
+    if mode == "auto" and has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*"):
+        return "vllm-unknown"
+    if mode in OWN_RENDERER_MODES or getattr(model.hf_config, "model_type", None) == "gpt_oss":
+        return "vllm-own"
+    return "vllm" if mode in ("auto", "hf") else "vllm-unknown"
 
 
 def event_source(vllm_config: Any, layout: KvLayout) -> KvEventSource:
