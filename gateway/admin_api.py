@@ -9,14 +9,19 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from directory.members import HostRegistration, Member
 from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
-from gateway.errors import BodyTooLarge, GatewayError
+from gateway.encoding.encoding_class import encoding_class
+from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
+from gateway.ids_probe import IdsProbe
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
-from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.openai_schema import CHAT, COMPLETIONS, ENDPOINTS, RERANK, RESPONSES, SCORE, parse_request
 from gateway.routing.query import RoutingDecision, Score
+
+FIELD_ENDPOINTS = {"prompt": COMPLETIONS, "input": RESPONSES, "query": RERANK[0], "text_1": SCORE, "queries": SCORE}
+"""To which endpoint a request with this field goes, the first that is there, unless it has messages."""
 
 
 def create_admin_api(
@@ -24,6 +29,7 @@ def create_admin_api(
     fleet: Fleet,
     lookup: ChunkLookup,
     encoders: Encoders,
+    probe: IdsProbe,
     ledger: Ledger,
     metrics: GatewayMetrics,
     is_draining: Any,
@@ -58,19 +64,19 @@ def create_admin_api(
         return {
             **_directory_row(fleet, lookup),
             "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-            "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in sorted(table.engines.items())],
+            "engines": [_engine_row(view, fleet, ledger, encoders, probe) for _, view in sorted(table.engines.items())],
         }
 
     @api.post("/route/explain")
-    async def explain_route(request: Request) -> Response:
-        """What would become of a chat or completion request: every candidate with each term; nothing is sent.
+    async def explain_route(request: Request, endpoint: str = "") -> Response:
+        """What would become of a request: every candidate with each term; nothing is sent.
 
-        The body is the request itself; one with `prompt` is a completion, any other a chat.
+        The body is the request itself, to `endpoint`, such as `/v1/messages`. If that is left out, fields tell: with
+        `messages` it is a chat, with `prompt` a completion, with `input` a response, with `query` a rerank.
         """
         try:
             body = await _bounded_body(request, body_bytes_max)
-            endpoint = COMPLETIONS if b'"prompt"' in body and b'"messages"' not in body else CHAT
-            incoming = Incoming(parse_request(endpoint, body), request.headers.raw, 0.0)
+            incoming = Incoming(parse_request(_endpoint_of(endpoint, body), body), request.headers.raw, 0.0)
             prepared, decision = await completion.explain(incoming)
         except GatewayError as error:
             return Response(error.body(), error.status, media_type="application/json")
@@ -90,6 +96,20 @@ def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
     }
 
 
+def _endpoint_of(named: str, body: bytes) -> str:
+    """The endpoint named, or that of a body's fields. Raises `InvalidRequest` for one that isn't served."""
+    if named:
+        if named not in ENDPOINTS:
+            raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
+        return named
+    if b'"messages"' in body:
+        return CHAT
+    for field, endpoint in FIELD_ENDPOINTS.items():
+        if b'"%s"' % field.encode() in body:
+            return endpoint
+    return CHAT
+
+
 async def _bounded_body(request: Request, body_bytes_max: int) -> bytes:
     body = bytearray()
     async for piece in request.stream():
@@ -106,7 +126,8 @@ def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any
         "reason": decision.reason,
         "price": decision.price,
         "prompt_tokens": encoding.prompt_tokens,
-        "encoding": "exact" if encoding.tokens is not None else f"estimated: {encoding.reason}",
+        "encoding": encoding_class(encoding),
+        "encoding_reason": encoding.reason or None,
         "directory": prepared.holders.degraded or "ok",
         "directory_keys": [key.hex() for key in prepared.keys],
         "candidates": [_score_row(score) for score in decision.ranked],
@@ -140,7 +161,7 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
     }
 
 
-def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encoders) -> dict[str, Any]:
+def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encoders, probe: IdsProbe) -> dict[str, Any]:
     registration = view.registration
     is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
     row: dict[str, Any] = {
@@ -151,6 +172,7 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
         "models": list(view.models),
         "encoding": encoders.state(registration) if registration else "no agent",
         "tokenizer": encoders.tokenizer_state(registration) if registration else None,
+        "token_ids": probe.state(view),
         "placements": "believed" if is_believed else "not believed",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),

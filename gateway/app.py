@@ -22,11 +22,15 @@ from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
 from gateway.fleet import Fleet, FleetTable
 from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
+from gateway.ids_probe import IdsProbe
+from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics
 from gateway.openai_api import OpenAiApi
 from gateway.prefetch import Prefetcher
+from gateway.response_homes import ResponseHomes
+from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -58,11 +62,12 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         ledger, metrics = Ledger(clock), GatewayMetrics()
         encoders = _encoders(config, control, metrics)
         stack.callback(encoders.close)
+        probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
         fleet = Fleet(
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: encoders.want(_wanted(table)),
+            on_change=lambda table: _tell(table, encoders, probe),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
@@ -70,15 +75,17 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
-        data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
+        homes, sender = ResponseHomes(clock), IdsSender(upstream, probe)
+        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, metrics, clock, homes)
+        stored = StoredResponses(homes, fleet, upstream)
+        data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit = config.limits.body_bytes_max
-        admin_app = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, stop.is_set, limit)
+        admin_app = create_admin_api(completion, fleet, lookup, encoders, probe, ledger, metrics, stop.is_set, limit)
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher)]
+            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher, probe)]
             servers = [
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),
@@ -147,6 +154,11 @@ def _listen(bind: str, port: int) -> socket.socket:
         raise PortTaken(f"can't listen on {bind}:{port}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
+
+
+def _tell(table: FleetTable, encoders: Encoders, probe: IdsProbe) -> None:
+    encoders.want(_wanted(table))
+    probe.see(table)
 
 
 def _wanted(table: FleetTable) -> list[tuple[EngineRegistration, str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from gateway.events import is_done
+from gateway.events import EVENT_ENDS, LAST_EVENTS, is_done, last_event_name
 
 TAIL_BYTES_MAX = 8192
 
@@ -24,15 +24,22 @@ class StreamTail:
 
     def __init__(self) -> None:
         self._tail = b""
+        self._last_name = b""
 
     def add(self, piece: bytes) -> None:
         """Take the next piece of the stream."""
+        self._last_name = last_event_name(piece) or self._last_name  # its event may be longer than what is kept of it
         self._tail = piece[-TAIL_BYTES_MAX:] if len(piece) >= TAIL_BYTES_MAX else (self._tail + piece)[-TAIL_BYTES_MAX:]
 
     @property
     def is_done(self) -> bool:
         """Whether the stream's terminator was its last event."""
-        return is_done(self._tail)
+        return is_done(self._tail) or (self._last_name in LAST_EVENTS and self._tail.endswith(EVENT_ENDS))
+
+    @property
+    def kept(self) -> bytes:
+        """The last bytes, as they came."""
+        return self._tail
 
     def usage(self) -> Usage | None:
         """The usage in the last event that has one."""

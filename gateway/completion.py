@@ -7,55 +7,37 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from directory.costs import Rates, prefill_s
 from directory.identity import Scope
 from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
+from gateway.context_guard import refuse_too_long
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
+from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
-from gateway.errors import (
-    ModelNotFound,
-    NoEngineAvailable,
-    UpstreamError,
-    UpstreamTimeout,
-    broken_stream_event,
-    quoted,
-)
+from gateway.error_shapes import broken_stream_event
+from gateway.errors import ModelNotFound, NoEngineAvailable, UpstreamError, UpstreamTimeout, quoted
 from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
-from gateway.ledger import Ledger
+from gateway.ids_sender import IdsSender
+from gateway.ledger import Booking, Ledger
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
-from gateway.openai_schema import InferenceRequest
+from gateway.openai_schema import RESPONSES, InferenceRequest
 from gateway.prefetch import Prefetcher, hint_for
+from gateway.response_homes import ResponseHomes
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.router import route
 from gateway.routing.seconds import NEUTRAL_FLOPS
-from gateway.upstream import Answer, EngineFailed, Headers, Upstream, WholeAnswer
+from gateway.sink import Sink
+from gateway.upstream import Answer, EngineFailed, Headers, WholeAnswer
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
-
-
-class Sink(Protocol):
-    """Where an answer goes: towards the client."""
-
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send status and headers."""
-        ...
-
-    async def write(self, piece: bytes) -> None:
-        """Send a piece of the body."""
-        ...
-
-    async def finish(self) -> None:
-        """End the body."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +68,7 @@ class Prepared:
 
 
 class Completion:
-    """Serves chat and completion requests."""
+    """Serves requests to every endpoint of `openai_schema.ENDPOINTS`."""
 
     def __init__(
         self,
@@ -94,13 +76,15 @@ class Completion:
         encoders: Encoders,
         lookup: ChunkLookup,
         ledger: Ledger,
-        upstream: Upstream,
+        sender: IdsSender,
         prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        homes: ResponseHomes,
     ) -> None:
         self._fleet, self._encoders, self._lookup, self._prefetcher = fleet, encoders, lookup, prefetcher
-        self._ledger, self._upstream, self._metrics, self._clock = ledger, upstream, metrics, clock
+        self._ledger, self._sender, self._metrics, self._clock = ledger, sender, metrics, clock
+        self._homes = homes
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
@@ -110,7 +94,7 @@ class Completion:
         tried: set[str] = set()
         failure: EngineFailed | None = None
         while len(tried) < ATTEMPTS_MAX:
-            left = self._untried(request.model, views, tried)
+            left = self._homes.narrowed(request, self._untried(request.model, views, tried))
             if not left:
                 break
             decision = self._route(prepared, left)
@@ -156,7 +140,7 @@ class Completion:
         """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
         views = self._serving(incoming.request.model)
         prepared = await self._prepare(incoming, views)
-        return prepared, self._route(prepared, views)
+        return prepared, self._route(prepared, self._homes.narrowed(incoming.request, views))
 
     async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         request = incoming.request
@@ -166,6 +150,7 @@ class Completion:
             refuse_reserved(request.fields)
         with self._stage("encode"):
             encoding = await self._encode(request, views)
+        refuse_too_long(encoding, request, views, self._fleet.table.engines.values())
         if encoding.tokens is None:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
             return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
@@ -249,10 +234,11 @@ class Completion:
         answer: Answer | None = None
         try:
             async with self._unless_lost(view.engine, may_retry):
-                url = view.url + incoming.path
-                answer = await self._upstream.send(url, incoming.headers, request.body, view.api_key)
-                self._ledger.first_byte(booking)
+                answer = await self._sender.send(view, incoming.path, incoming.headers, request, prepared.encoding)
                 is_stream = answer.content_type == "text/event-stream"
+                is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
+                if not is_announced:
+                    self._ledger.first_byte(booking)
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
                 body = await self._read_whole(answer) if is_refusal or not is_stream else None
             headers = answer.headers()
@@ -260,10 +246,13 @@ class Completion:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
-                headers += explanation(decision)
+                headers += explanation(decision, prepared.encoding)
+            observe: Callable[[], None] = partial(self._observe_first_byte, incoming, prepared, score)
+            on_first_token = partial(self._note_first_token, booking, observe) if is_announced else None
+            sink = self._homes.watched(request, sink, view.engine, on_first_token)
             if is_stream:
-                observe = partial(self._observe_first_byte, incoming, prepared, score)
-                usage = await self._relay_stream(answer, headers, sink, view.engine, observe)
+                observe = _do_nothing if is_announced else observe
+                usage = await self._relay_stream(answer, headers, sink, view.engine, observe, request.endpoint)
             else:
                 usage = await self._relay_whole(answer, body, headers, sink, view.engine)
             if answer.status == 200:
@@ -283,7 +272,7 @@ class Completion:
         """Leave an engine that is found unwell inside this block, if there is another: raises `EngineFailed`."""
         try:
             async with asyncio.timeout(None) as wait:
-                leave = partial(wait.reschedule, 0.0) if may_leave else _stay
+                leave = partial(wait.reschedule, 0.0) if may_leave else _do_nothing
                 with self._fleet.told_when_lost(engine, leave):
                     yield
         except TimeoutError:
@@ -304,7 +293,13 @@ class Completion:
         await sink.finish()
 
     async def _relay_stream(
-        self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str, observe: Callable[[], None]
+        self,
+        answer: Answer,
+        headers: list[tuple[bytes, bytes]],
+        sink: Sink,
+        engine: str,
+        observe: Callable[[], None],
+        endpoint: str,
     ) -> Usage | None:
         """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream.
 
@@ -328,7 +323,8 @@ class Completion:
                 raise
             if not tail.is_done:
                 self._note_broken("stream_broken", engine, failure)
-                await sink.write(broken_stream_event(f"the engine failed while it was answering: {failure}"))
+                said = f"the engine failed while it was answering: {failure}"
+                await sink.write(broken_stream_event(said, endpoint, tail.kept))
         if not has_started:
             await sink.start(answer.status, headers)
         await sink.finish()
@@ -359,6 +355,10 @@ class Completion:
         if failure.is_connection:
             self._fleet.note_failure(engine)
 
+    def _note_first_token(self, booking: Booking, observe: Callable[[], None]) -> None:
+        self._ledger.first_byte(booking)
+        observe()
+
     def _observe_first_byte(self, incoming: Incoming, prepared: Prepared, score: Score) -> None:
         usable = prepared.encoding.prompt_tokens
         cache = "miss" if not score.matched_tokens else "hit" if score.matched_tokens * 2 >= usable else "partial"
@@ -382,7 +382,7 @@ class Completion:
             self._metrics.routing.labels(stage).observe(self._clock() - started_at)
 
 
-def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
+def explanation(decision: RoutingDecision, encoding: Encoding) -> list[tuple[bytes, bytes]]:
     """The headers that explain a decision to its client."""
     score = decision.ranked[0]
     tiers = ",".join(f"{tier.label}={tokens}" for tier, tokens in score.tier_tokens.items())
@@ -392,6 +392,7 @@ def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
         "tier-tokens": tiers or "none",
         "reason": decision.reason,
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
+        "encoding": encoding_class(encoding),
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
 
@@ -400,5 +401,5 @@ def _context_tokens(view: EngineView) -> int:
     return view.registration.context_tokens if view.registration else 0
 
 
-def _stay() -> None:
-    """There is no other engine to go to: wait on."""
+def _do_nothing() -> None:
+    """Nothing is to be done: there is no other engine to go to, or nothing to observe."""

@@ -97,6 +97,9 @@ class EncodingConfig(Section):
     cache_mb: int = Field(
         64, ge=1, le=65_536, description="Megabytes (MiB) for the token ids of text seen before, for each tokenizer."
     )
+    send_ids: bool = Field(
+        False, description="Whether engines that are found to take token ids are sent them beside or instead of text."
+    )
 
 
 class EngineConfig(Section):

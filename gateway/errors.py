@@ -2,6 +2,7 @@
 
     GatewayError (status, type, code)
     ├─ InvalidRequest      400   names the field
+    │  └─ ContextTooLong   400   no engine of the model has room for the prompt
     ├─ ModelNotFound       404
     ├─ NotFound            404   no such path
     ├─ MethodNotAllowed    405   the path is served, with another method
@@ -13,7 +14,8 @@
     ├─ UpstreamError       502   engines were tried and failed before the first byte
     └─ UpstreamTimeout     504   an engine didn't answer in time
 
-After the first byte there are no retries: a stream that breaks ends with one error event (`broken_stream_event`).
+After the first byte there are no retries: a stream that breaks ends with one error event. `error_shapes.py` tells all
+that to clients of the other APIs.
 """
 
 from typing import Any, ClassVar
@@ -46,6 +48,12 @@ class InvalidRequest(GatewayError):
 
     status = 400
     type = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt can't fit into the context of any engine that serves the model."""
+
+    code = "context_length_exceeded"
 
 
 class ModelNotFound(GatewayError):
@@ -138,8 +146,3 @@ def error_body(message: str, type_: str, param: str | None, code: str | None) ->
     """OpenAI's error object as JSON."""
     error: dict[str, Any] = {"message": message, "type": type_, "param": param, "code": code}
     return orjson.dumps({"error": error})
-
-
-def broken_stream_event(message: str) -> bytes:
-    """The last event of a stream whose engine failed after the first byte."""
-    return b"data: " + error_body(message, "upstream_error", None, "stream_broken") + b"\n\n"

@@ -1,11 +1,21 @@
-"""Server-sent events as they pass: bytes untouched, cut only where an event ends."""
+"""Server-sent events as they pass: bytes untouched, cut only where an event ends.
+
+A stream of chat or completion chunks ends with a line of its own, `[DONE]`; one of named events (`/v1/messages`,
+`/v1/responses`) with an event of a certain name.
+"""
 
 from collections.abc import AsyncIterator
+
+import orjson
 
 EVENT_ENDS = (b"\n\n", b"\n\r\n")
 EVENT_BYTES_MAX = 2**20
 """A longer event is passed on in parts."""
 DONE_LINES = (b"data: [DONE]", b"data:[DONE]")
+LAST_EVENTS = frozenset((b"message_stop", b"response.completed", b"response.failed", b"response.incomplete", b"error"))
+"""Names of the events after which nothing comes."""
+EARLY_EVENTS = frozenset({b"response.created", b"response.queued", b"response.in_progress", b"ping"})
+"""Names of the events that an engine sends before it has computed anything."""
 
 
 async def whole_events(pieces: AsyncIterator[bytes], is_end_told: bool) -> AsyncIterator[bytes]:
@@ -28,9 +38,33 @@ async def whole_events(pieces: AsyncIterator[bytes], is_end_told: bool) -> Async
 
 
 def is_done(tail: bytes) -> bool:
-    """Whether a stream that ends with `tail` ends with its terminator, which is a line of its own."""
-    last = tail.rstrip(b"\r\n").rpartition(b"\n")[2]
-    return last.rstrip() in DONE_LINES
+    """Whether a stream that ends with `tail` ends with its terminator, which is a line of its own, or a whole event."""
+    line = tail.rstrip(b"\r\n").rpartition(b"\n")[2].rstrip()
+    if line in DONE_LINES:
+        return True
+    return last_event_name(tail) in LAST_EVENTS and line.startswith(b"data:") and _is_json(line[5:])
+
+
+def last_event_name(events: bytes) -> bytes:
+    """The name of the last event that has one; empty where none has. A name stands at the beginning of a line."""
+    start = events.rfind(b"\nevent:") + 1
+    if not start and not events.startswith(b"event:"):
+        return b""
+    return events[start + 6 :].partition(b"\n")[0].strip()
+
+
+def are_early(events: bytes) -> bool:
+    """Whether these events say no more than that an answer is to come."""
+    names = [line[6:].strip() for line in events.split(b"\n") if line.startswith(b"event:")]
+    return bool(names) and EARLY_EVENTS.issuperset(names)
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def _last_event_end(piece: bytes) -> int:

@@ -11,6 +11,7 @@ import orjson
 
 from gateway.completion import Completion, Incoming
 from gateway.config import GatewayConfig
+from gateway.error_shapes import bug_answer, error_answer
 from gateway.errors import (
     BodyTooLarge,
     GatewayError,
@@ -20,12 +21,12 @@ from gateway.errors import (
     NotFound,
     RequestTimeout,
     UnsupportedEncoding,
-    error_body,
     quoted,
 )
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
-from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.openai_schema import ENDPOINTS, parse_request
+from gateway.stored_responses import StoredPath, StoredResponses, read_path
 from gateway.upstream import Headers
 
 logger = logging.getLogger(__name__)
@@ -63,18 +64,19 @@ class AsgiSink:
 
 
 class OpenAiApi:
-    """`/v1/chat/completions`, `/v1/completions`, `/v1/models`, and the probes."""
+    """The endpoints of `openai_schema.ENDPOINTS`, responses that engines keep, `/v1/models`, and the probes."""
 
     def __init__(
         self,
         completion: Completion,
+        stored: StoredResponses,
         fleet: Fleet,
         metrics: GatewayMetrics,
         config: GatewayConfig,
         clock: Callable[[], float],
         is_draining: Callable[[], bool],
     ) -> None:
-        self._completion, self._fleet, self._metrics = completion, fleet, metrics
+        self._completion, self._stored, self._fleet, self._metrics = completion, stored, fleet, metrics
         self._limits, self._clock, self._is_draining = config.limits, clock, is_draining
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -84,14 +86,17 @@ class OpenAiApi:
         headers: Headers = scope["headers"]
         sink = AsgiSink(send, _request_id(headers))
         path, method = scope["path"], scope["method"]
-        methods = _methods(path)
+        stored = read_path(path)
+        methods = stored.methods if stored else _methods(path)
         if not methods:
             await _answer(sink, NotFound.status, NotFound(f"{quoted(path)} is not served here").body())
         elif method not in methods:
             wrong = MethodNotAllowed(f"{method} isn't served at {quoted(path)}; it takes {' and '.join(methods)}")
-            await _answer(sink, wrong.status, wrong.body(), (b"allow", ", ".join(methods).encode()))
-        elif path in (CHAT, COMPLETIONS):
+            await _answer(sink, wrong.status, error_answer(wrong, path), (b"allow", ", ".join(methods).encode()))
+        elif path in ENDPOINTS:
             await self._infer(path, scope["query_string"], headers, receive, sink)
+        elif stored:
+            await self._show_response(stored, method, scope["query_string"], headers, receive, sink)
         elif path == "/v1/models":
             await _answer(sink, 200, self._models())
         elif path.startswith("/v1/models/"):
@@ -122,11 +127,26 @@ class OpenAiApi:
             if not await _unless_gone(self._completion.serve(incoming, sink), receive):
                 return model, True
         except GatewayError as error:
+            await self._fail(sink, error.status, error_answer(error, path), *_headers_of(error))
+        except Exception:  # the edge of a request: the client gets an answer, the log gets the trace
+            logger.exception("a request failed for a reason that is a bug")
+            await self._fail(sink, 500, bug_answer(path))
+        return model, False
+
+    async def _show_response(
+        self, asked: StoredPath, method: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink
+    ) -> None:
+        """Pass on what the engine says that made the response, and count; what is sent with the question is left."""
+        is_gone = False
+        try:
+            work = self._stored.serve(asked, method, query, _with_request_id(headers, sink), sink)
+            is_gone = not await _unless_gone(work, receive)
+        except GatewayError as error:
             await self._fail(sink, error.status, error.body(), *_headers_of(error))
         except Exception:  # the edge of a request: the client gets an answer, the log gets the trace
             logger.exception("a request failed for a reason that is a bug")
-            await self._fail(sink, 500, error_body("internal error", "internal_error", None, None))
-        return model, False
+            await self._fail(sink, 500, bug_answer(asked.path))
+        self._metrics.requests.labels("other", asked.label, CLIENT_GONE if is_gone else sink.status or 500).inc()
 
     async def _fail(self, sink: AsgiSink, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
         if sink.status is None:
@@ -216,7 +236,7 @@ async def _disconnected(receive: Receive) -> None:
 
 def _methods(path: str) -> tuple[str, ...]:
     """With which methods a path is served; none for a path that isn't."""
-    if path in (CHAT, COMPLETIONS):
+    if path in ENDPOINTS:
         return ("POST",)
     is_served = path in ("/v1/models", "/healthz", "/readyz") or path.startswith("/v1/models/")
     return ("GET", "HEAD") if is_served else ()

@@ -13,10 +13,15 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE = "/v1/score"
-ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, *RERANK, SCORE)
+PAIRS = (*RERANK, SCORE, "/score")
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS, *PAIRS)
+"""The paths of vLLM 0.32; SGLang 0.5.23 serves all but `/v2/rerank`, `/rerank` and `/score`."""
+ANTHROPICS = (MESSAGES, COUNT_TOKENS)
+"""Those whose errors and streams have Anthropic's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +54,9 @@ def parse_request(endpoint: str, body: bytes) -> InferenceRequest:
     if stream is not None and not isinstance(stream, bool):
         raise InvalidRequest("stream must be true or false", "stream")
     prompts: tuple[str | bytes, ...] = ()
-    if endpoint in (CHAT, MESSAGES) or (endpoint == EMBEDDINGS and "messages" in fields):
+    if endpoint in (CHAT, *ANTHROPICS) or (endpoint == EMBEDDINGS and "messages" in fields):
         _check_messages(fields.get("messages"))
-    elif endpoint in (COMPLETIONS, EMBEDDINGS):
+    elif endpoint in (COMPLETIONS, EMBEDDINGS) and not (endpoint == EMBEDDINGS and _is_media(fields.get("input"))):
         name = "prompt" if endpoint == COMPLETIONS else "input"
         prompts = _read_prompts(fields.get(name), name)
     elif endpoint == RESPONSES:
@@ -101,9 +106,14 @@ def _check_input(fields: Mapping[str, Any]) -> None:
         raise InvalidRequest("previous_response_id must be a non-empty string", "previous_response_id")
 
 
+def _is_media(given: Any) -> bool:
+    """Whether an embedding's inputs are objects of text and images, which SGLang takes."""
+    return isinstance(given, list) and bool(given) and all(isinstance(each, dict) for each in given)
+
+
 def _check_pairs(fields: Mapping[str, Any], one: str, many: str) -> None:
-    if not isinstance(fields.get(one), str | dict):
-        raise InvalidRequest(f"{one} must be a string or an object with content", one)
+    if not isinstance(fields.get(one), str | dict | list):  # a list of parts is SGLang's
+        raise InvalidRequest(f"{one} must be a string, an object with content, or a list of parts", one)
     if not isinstance(fields.get(many), str | list | dict) or not fields[many]:
         raise InvalidRequest(f"{many} must be a non-empty list", many)
 

@@ -23,6 +23,7 @@ WHOLE_BODY_BYTES_MAX = 8 * 2**20
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 )
+CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 OURS = frozenset({"host", "content-length", "expect", "x-warmroute-explain"})
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -139,34 +140,43 @@ class Upstream:
         for session in self._sessions or ():
             await session.close()
 
-    async def send(self, url: str, headers: Headers, body: bytes, api_key: str | None = None) -> Answer:
-        """Send a POST and wait for the first piece of the answer's body. Raises `EngineFailed`.
+    async def send(
+        self, url: str, headers: Headers, body: bytes, api_key: str | None = None, method: str = "POST"
+    ) -> Answer:
+        """Send a request and wait for the first piece of the answer's body. Raises `EngineFailed`.
 
         `api_key` stands in for the client's credentials, if it is given.
         """
         if api_key is not None:
-            kept = [(name, value) for name, value in headers if name.lower() != b"authorization"]
+            kept = [(name, value) for name, value in headers if name.lower() not in CREDENTIALS]
             headers = [*kept, (b"authorization", b"Bearer " + api_key.encode())]
         assert self._sessions is not None, "entered"
         pooled, fresh = self._sessions
         reused = SimpleNamespace(connection=False)
         try:
-            return await self._send_once(pooled, url, headers, body, reused)
+            return await self._send_once(pooled, method, url, headers, body, reused)
         except EngineFailed as failure:
             if not (failure.is_connection and reused.connection):
                 raise
-        return await self._send_once(fresh, url, headers, body, reused)
+        return await self._send_once(fresh, method, url, headers, body, reused)
 
     async def _send_once(
-        self, session: aiohttp.ClientSession, url: str, headers: Headers, body: bytes, reused: SimpleNamespace
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        headers: Headers,
+        body: bytes,
+        reused: SimpleNamespace,
     ) -> Answer:
         response: aiohttp.ClientResponse | None = None
         with _map_failures():
             try:
                 async with asyncio.timeout(self._timeouts.first_byte_s):
-                    response = await session.post(
+                    response = await session.request(
+                        method,
                         URL(url, encoded=True),
-                        data=body,
+                        data=body or None,
                         headers=_upstream_headers(headers),
                         allow_redirects=False,
                         trace_request_ctx=reused,

@@ -25,7 +25,7 @@ from gateway.encoding.vllm_messages import (
     tool_list,
     without_developers,
 )
-from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE, InferenceRequest
+from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, PAIRS, RESPONSES, InferenceRequest
 
 UNCERTAIN_FIELDS = (
     "truncate_prompt_tokens",
@@ -95,8 +95,8 @@ class VllmRenderer:
     def prompt(self, request: InferenceRequest) -> Rendered | bytes:
         """See `Renderer`."""
         _check_fields(request.fields)
-        if request.endpoint in (*RERANK, SCORE):
-            raise Uncertain("pairs")
+        if request.endpoint not in self._prompts:
+            raise Uncertain("pairs" if request.endpoint in PAIRS else "endpoint")
         return self._prompts[request.endpoint](request)
 
     def reads_cache(self, request: InferenceRequest) -> bool:

@@ -26,11 +26,15 @@ from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.prompt_tokenizer import WholeTexts
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
+from gateway.ids_probe import IdsProbe
+from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
 from gateway.prefetch import Prefetcher
+from gateway.response_homes import ResponseHomes
+from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
@@ -78,6 +82,7 @@ class TestGateway:
     directory: DirectoryWriter
     admin: object
     lives: dict[str, bytes]
+    probe: IdsProbe
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -102,6 +107,7 @@ async def gateway_for(
     reader: DirectoryReader | None = None,
     renderer: str = "reference",
     encoder: Encoder | None = None,
+    sends_ids: bool = False,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -124,20 +130,25 @@ async def gateway_for(
         encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
         encoders.encoder = encoder
         stack.callback(encoders.close)
-        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines)
+        probe = IdsProbe(sends_ids, encoders, control, clock)
+        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=probe.see)
         ledger, metrics = Ledger(clock), GatewayMetrics()
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
-        api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
+        homes, sender = ResponseHomes(clock), IdsSender(upstream, probe)
+        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, metrics, clock, homes)
+        stored = StoredResponses(homes, fleet, upstream)
+        api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, lambda: False, body_bytes_max)
+        admin = create_admin_api(
+            completion, fleet, lookup, encoders, probe, ledger, metrics, lambda: False, body_bytes_max
+        )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe)
 
 
 @contextlib.asynccontextmanager

@@ -372,7 +372,7 @@ async def test_a_slow_sender_is_408() -> None:
         await writer.wait_closed()
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/x", "/fleet"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/x", "/v1/chat/completions/x", "/fleet"])
 async def test_other_paths_are_404_in_openais_shape(client: httpx.AsyncClient, path: str) -> None:
     async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
         answer = await client.post(gateway.url + path, json={})

@@ -1,0 +1,176 @@
+"""Finds out which engines take token ids in place of text, by asking each: a loop in the background, off by default.
+
+A probe is a request for one token, with a long text and a few ids that aren't that text's: `usage.prompt_tokens` tells
+which of them the engine took. A verdict holds for one life of the engine: it is asked again when it was unwell,
+has a new incarnation, or is somewhere else.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import orjson
+
+from gateway.encoding.encoder import Encoders
+from gateway.fleet import EngineView, FleetTable
+from gateway.ids_body import field_for, spliced
+from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS = (CHAT, COMPLETIONS)
+INTERVAL_S = 1.0
+RETRY_S, RETRY_S_MAX = 4.0, 300.0
+"""After a probe without a verdict, the pause doubles from one to the other."""
+TIMEOUT_S = 30.0
+ENGINES_AT_ONCE_MAX = 8
+TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
+REFUSALS = frozenset({400, 404, 405, 422, 501})
+"""Statuses that say that an engine won't have this."""
+SHORT_TEXT = "Hello"
+LONG_TEXT = "This text isn't the one that the token ids say. " * 8
+
+
+@dataclass(slots=True)
+class _Verdicts:
+    """What is known of one life of an engine, by endpoint."""
+
+    url: str
+    lives: frozenset[bytes]
+    by_endpoint: dict[str, str] = field(default_factory=dict)
+    tries: int = 0
+    next_try_at: float = 0.0
+
+
+class IdsProbe:
+    """Verdicts on engines. `is_on` false: it asks nobody, and nobody takes ids."""
+
+    def __init__(
+        self,
+        is_on: bool,
+        encoders: Encoders,
+        client: httpx.AsyncClient,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._is_on, self._encoders, self._client, self._clock, self._sleep = is_on, encoders, client, clock, sleep
+        self._verdicts: dict[str, _Verdicts] = {}
+        self._views: tuple[EngineView, ...] = ()
+
+    def takes(self, view: EngineView, endpoint: str) -> bool:
+        """Whether this engine takes ids at this endpoint, as it is now."""
+        known = self._verdicts.get(view.engine)
+        return known is not None and known.url == view.url and known.by_endpoint.get(endpoint) == TAKEN
+
+    def note_refusal(self, view: EngineView, endpoint: str) -> None:
+        """It refused ids in a request that it takes without them: it gets none at this endpoint while it lives."""
+        known = self._verdicts.get(view.engine)
+        if known is not None:
+            known.by_endpoint[endpoint] = REFUSED
+            logger.warning(
+                "the engine %s refused a prompt's token ids at %s: it gets text from now on", view.engine, endpoint
+            )
+
+    def state(self, view: EngineView) -> str | dict[str, str]:
+        """In plain words, for `/fleet`: `off`, or the verdict on each endpoint."""
+        if not self._is_on:
+            return "off"
+        known = self._verdicts.get(view.engine)
+        verdicts = known.by_endpoint if known else {}
+        return {endpoint: verdicts.get(endpoint, "not known yet") for endpoint in self._endpoints(view)}
+
+    def see(self, table: FleetTable) -> None:
+        """Note who is in the fleet, and forget what was found of former lives."""
+        if not self._is_on:
+            return
+        self._views = tuple(view for view in table.engines.values() if view.is_ready and view.registration)
+        for view in self._views:
+            known, lives = self._verdicts.get(view.engine), view.reach.own
+            if known is None or known.url != view.url or (known.lives and lives and not known.lives & lives):
+                self._verdicts[view.engine] = _Verdicts(view.url, lives)
+            elif lives:
+                known.lives = lives  # a walk: the next life of the same process
+        for gone in self._verdicts.keys() - {view.engine for view in self._views}:
+            del self._verdicts[gone]
+
+    async def run(self) -> None:
+        """Probe whoever isn't known, until cancelled."""
+        while self._is_on:
+            try:
+                await self.probe_all()
+            except Exception:  # the edge of the loop: one strange engine must not end the gateway
+                logger.exception("probing engines for token ids met a fault")
+            await self._sleep(INTERVAL_S)
+
+    async def probe_all(self) -> None:
+        """Probe every engine that is due, once."""
+        now = self._clock()
+        due = [view for view in self._views if self._is_due(view, now)]
+        await asyncio.gather(*(self._probe(view) for view in due[:ENGINES_AT_ONCE_MAX]))
+
+    def _is_due(self, view: EngineView, now: float) -> bool:
+        known = self._verdicts.get(view.engine)
+        return known is not None and now >= known.next_try_at and any(self._unknown(view, known))
+
+    def _unknown(self, view: EngineView, known: _Verdicts) -> Iterable[str]:
+        return [endpoint for endpoint in self._endpoints(view) if endpoint not in known.by_endpoint]
+
+    def _endpoints(self, view: EngineView) -> list[str]:
+        kind = view.registration.renderer if view.registration else ""
+        return [endpoint for endpoint in ENDPOINTS if field_for(endpoint, kind) is not None]
+
+    async def _probe(self, view: EngineView) -> None:
+        known = self._verdicts[view.engine]
+        ids = await self._known_ids(view)
+        for endpoint in self._unknown(view, known) if ids else ():
+            verdict = await self._ask(view, endpoint, ids)
+            if verdict is not None:
+                known.by_endpoint[endpoint] = verdict
+                logger.info("the engine %s, sent token ids at %s: %s", view.engine, endpoint, verdict)
+        known.next_try_at = self._clock() + min(RETRY_S * 2**known.tries, RETRY_S_MAX)
+        known.tries = min(known.tries + 1, 16)
+
+    async def _known_ids(self, view: EngineView) -> bytes:
+        """The ids of a short text; empty while texts can't be encoded."""
+        assert view.registration is not None
+        encoder = self._encoders.find(view.registration)
+        if encoder is None:
+            return b""
+        request = parse_request(COMPLETIONS, orjson.dumps({"model": view.models[0], "prompt": SHORT_TEXT}))
+        encoding = await encoder.encode(request, view.registration.context_tokens)
+        return encoding.tokens or b"" if encoding.is_whole else b""
+
+    async def _ask(self, view: EngineView, endpoint: str, ids: bytes) -> str | None:
+        """The verdict, or `None` where there is none yet."""
+        assert view.registration is not None
+        template = field_for(endpoint, view.registration.renderer)
+        assert template is not None
+        text: dict[str, Any] = {"prompt": LONG_TEXT}
+        if endpoint == CHAT:
+            text = {"messages": [{"role": "user", "content": LONG_TEXT}]}
+        body = orjson.dumps({"model": view.models[0], "max_tokens": 1, "temperature": 0, **text})
+        headers = {"content-type": "application/json"}
+        if view.api_key:
+            headers["authorization"] = f"Bearer {view.api_key}"
+        content = spliced(body, template, ids)
+        try:
+            answer = await self._client.post(view.url + endpoint, content=content, headers=headers, timeout=TIMEOUT_S)
+            counted = _prompt_tokens(answer) if answer.status_code == 200 else None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            return None
+        if answer.status_code in REFUSALS:
+            return REFUSED
+        if counted is None:
+            return None
+        return TAKEN if counted == len(ids) // 4 else IGNORED
+
+
+def _prompt_tokens(answer: httpx.Response) -> int | None:
+    """What the answer's usage says of the prompt. Raises `ValueError` for what isn't JSON."""
+    decoded = orjson.loads(answer.content)
+    usage = decoded.get("usage") if isinstance(decoded, dict) else None
+    counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return counted if isinstance(counted, int) else None

@@ -1,0 +1,41 @@
+"""Sends requests on, with token ids where the engine takes them: what `ids_probe.py` has found, and nothing else."""
+
+from gateway.encoding.encoder import Encoding
+from gateway.fleet import EngineView
+from gateway.ids_body import body_with_ids
+from gateway.ids_probe import IdsProbe
+from gateway.openai_schema import InferenceRequest
+from gateway.upstream import Answer, Headers, Upstream
+
+REFUSALS = frozenset({400, 422})
+
+
+class IdsSender:
+    """The way to the engines."""
+
+    def __init__(self, upstream: Upstream, probe: IdsProbe) -> None:
+        self._upstream, self._probe = upstream, probe
+
+    async def send(
+        self, view: EngineView, path: str, headers: Headers, request: InferenceRequest, encoding: Encoding
+    ) -> Answer:
+        """See `Upstream.send`. An engine that refuses the request is asked again without ids, so that what it says is
+        about what the client sent; if it takes it then, it gets no ids any more.
+        """
+        url, plain = view.url + path, request.body
+        body = self._body_for(view, request, encoding)
+        if body is None:
+            return await self._upstream.send(url, headers, plain, view.api_key)
+        answer = await self._upstream.send(url, headers, body, view.api_key)
+        if answer.status not in REFUSALS:
+            return answer
+        answer.close()
+        answer = await self._upstream.send(url, headers, plain, view.api_key)
+        if answer.status < 300:
+            self._probe.note_refusal(view, request.endpoint)
+        return answer
+
+    def _body_for(self, view: EngineView, request: InferenceRequest, encoding: Encoding) -> bytes | None:
+        if not self._probe.takes(view, request.endpoint) or view.registration is None:
+            return None
+        return body_with_ids(request, view.registration.renderer, encoding, view.registration.context_tokens)
