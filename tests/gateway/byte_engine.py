@@ -29,19 +29,20 @@ def framed(pieces: list[bytes], content_type: str, framing: Framing) -> bytes:
     return f"{head}transfer-encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n"
 
 
-def answer_bytes(framing: Framing, stream: bool) -> bytes:
+def answer_bytes(framing: Framing, stream: bool, events: tuple[bytes, ...] = (*EVENTS, DONE)) -> bytes:
     """What the engine answers to a request."""
     if stream:
-        return framed([*EVENTS, DONE], "text/event-stream", framing)
+        return framed(list(events), "text/event-stream", framing)
     return framed([WHOLE[:40], WHOLE[40:]], "application/json", framing)
 
 
 class ByteEngine:
-    """Healthy, and serves `MODEL`. `framing` may be changed at any time."""
+    """Healthy, and serves `MODEL`. `framing` and what is streamed may be changed at any time."""
 
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
         self.framing: Framing = "length"
+        self.events: tuple[bytes, ...] = (*EVENTS, DONE)
         self.served = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -79,7 +80,7 @@ class ByteEngine:
         length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
         body = orjson.loads(await reader.readexactly(length))
         self.served += 1
-        writer.write(answer_bytes(self.framing, bool(body.get("stream"))))
+        writer.write(answer_bytes(self.framing, bool(body.get("stream")), self.events))
         await writer.drain()
         if self.framing == "close":
             writer.write_eof()

@@ -7,18 +7,23 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 
+from gateway.openai_schema import ENDPOINTS, RESPONSES
 from tests.gateway.samples import MODEL
 
 Behaviour = Callable[["MockEngine", web.Request, dict[str, Any]], Any]
 
 
 class MockEngine:
-    """Answers chat and completion requests as `behaviour` says; remembers what it received."""
+    """Answers requests to every endpoint as `behaviour` says; remembers what it received.
+
+    `stored` are the questions about responses that it keeps: it answers each with its method and path.
+    """
 
     def __init__(self, name: str, behaviour: Behaviour | None = None) -> None:
         self.name = name
         self.behaviour = behaviour or answer_well
         self.received: list[tuple[bytes, dict[str, str]]] = []
+        self.stored: list[str] = []
         self.is_well = True
         self.models = [MODEL]
         self.gone = asyncio.Event()
@@ -28,8 +33,9 @@ class MockEngine:
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**28)
-        app.router.add_post("/v1/chat/completions", self._infer)
-        app.router.add_post("/v1/completions", self._infer)
+        for endpoint in ENDPOINTS:
+            app.router.add_post(endpoint, self._infer)
+        app.router.add_route("*", RESPONSES + "/{tail:.*}", self._stored)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
@@ -53,6 +59,10 @@ class MockEngine:
             self.gone.set()
             raise
         return answer
+
+    async def _stored(self, request: web.Request) -> web.Response:
+        self.stored.append(f"{request.method} {request.path_qs}")
+        return web.json_response({"engine": self.name, "asked": self.stored[-1]}, headers={"x-engine": self.name})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.is_well else 503)
