@@ -28,6 +28,9 @@ class ResponseHomes:
         self._clock, self._responses_max = clock, responses_max
         self._homes: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._homes)
+
     def note(self, response_id: str, engine: str) -> None:
         """This engine has made this response."""
         now = self._clock()

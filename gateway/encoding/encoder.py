@@ -89,6 +89,8 @@ class Encoder:
             return unencoded(request, str(reason))
         except PoolBusy:
             return unencoded(request, "encoder_busy")
+        except RecursionError:  # JSON may be nested more deeply than what renders it can follow
+            return unencoded(request, "nested_deeply")
         count = len(tokens) // 4
         return Encoding(tokens, count + prompt.rest_tokens, prompt.reason, reads_cache)
 

@@ -160,6 +160,8 @@ def _part(part: Any, role: str, format: ContentFormat, media_mark: str | None) -
     if not isinstance(part, dict):
         raise Uncertain("content_part")
     kind = part.get("type")
+    if not isinstance(kind, str):
+        raise Uncertain("content_part")
     if kind in TEXT_OF_PART and not (kind in ONLY_ASSISTANTS and role != "assistant"):
         text = part.get(TEXT_OF_PART[kind])
         others = part.keys() - {"type", TEXT_OF_PART[kind], "cache_control"}
