@@ -45,7 +45,7 @@ def body_with_ids(request: InferenceRequest, kind: str, encoding: Encoding, cont
     if field is None or not encoding.tokens or not encoding.is_whole:
         return None
     fields = request.fields
-    if any(fields.get(name) not in (None, False) for name in LEFT_AS_TEXT):
+    if any(fields.get(name) is not None and fields[name] is not False for name in LEFT_AS_TEXT):
         return None
     if request.endpoint == COMPLETIONS and (len(request.prompts) != 1 or not isinstance(request.prompts[0], str)):
         return None
