@@ -1,8 +1,9 @@
 """Finds out which engines take token ids in place of text, by asking each: a loop in the background, off by default.
 
-A probe is a request for one token, with a long text and a few ids that aren't that text's: `usage.prompt_tokens` tells
-which of them the engine took. A verdict holds for one life of the engine: it is asked again when it was unwell,
-has a new incarnation, or is somewhere else.
+Two questions, each a request for one token. Does the engine make the same ids of a prompt as the gateway? If not (it
+was started with another template, say), ids sent to it would change its answers. And which does it take of a long text
+and a few ids that aren't that text's? `usage.prompt_tokens` tells. A verdict holds for one life of the engine: it is
+asked again when it was unwell, has a new incarnation, or is somewhere else.
 """
 
 import asyncio
@@ -27,11 +28,14 @@ RETRY_S, RETRY_S_MAX = 4.0, 300.0
 """After a probe without a verdict, the pause doubles from one to the other."""
 TIMEOUT_S = 30.0
 ENGINES_AT_ONCE_MAX = 8
-TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
+TAKEN, IGNORED, REFUSED, OTHERS = "taken", "ignored", "refused", "has other ids for a prompt"
 REFUSALS = frozenset({400, 404, 405, 422, 501})
 """Statuses that say that an engine won't have this."""
 SHORT_TEXT = "Hello"
 LONG_TEXT = "This text isn't the one that the token ids say. " * 8
+TURNS = (("system", "Be brief."), ("user", LONG_TEXT), ("assistant", "Yes."), ("user", "And now?"))
+ASKS_FOR_IDS = frozenset({"vllm", "vllm-own", "vllm-unknown"})
+"""Kinds of engines that say the prompt's ids when they are asked with `return_token_ids`."""
 
 
 @dataclass(slots=True)
@@ -124,53 +128,79 @@ class IdsProbe:
 
     async def _probe(self, view: EngineView) -> None:
         known = self._verdicts[view.engine]
-        ids = await self._known_ids(view)
-        for endpoint in self._unknown(view, known) if ids else ():
-            verdict = await self._ask(view, endpoint, ids)
+        for endpoint in self._unknown(view, known):
+            verdict = await self._verdict(view, endpoint)
             if verdict is not None:
                 known.by_endpoint[endpoint] = verdict
                 logger.info("the engine %s, sent token ids at %s: %s", view.engine, endpoint, verdict)
         known.next_try_at = self._clock() + min(RETRY_S * 2**known.tries, RETRY_S_MAX)
         known.tries = min(known.tries + 1, 16)
 
-    async def _known_ids(self, view: EngineView) -> bytes:
-        """The ids of a short text; empty while texts can't be encoded."""
+    async def _verdict(self, view: EngineView, endpoint: str) -> str | None:
+        """The verdict, or `None` where there is none yet."""
+        assert view.registration is not None
+        text: dict[str, Any] = {"prompt": LONG_TEXT}
+        if endpoint == CHAT:
+            text = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
+        fields = {"model": view.models[0], "max_tokens": 1, "temperature": 0, **text}
+        expected = await self._ids(view, endpoint, fields)
+        few = await self._ids(view, COMPLETIONS, {**fields, "prompt": SHORT_TEXT})
+        template = field_for(endpoint, view.registration.renderer)
+        if not expected or not few or template is None:
+            return None
+        asks = {"return_token_ids": True} if view.registration.renderer in ASKS_FOR_IDS else {}
+        status, told = await self._ask(view, endpoint, orjson.dumps({**fields, **asks}))
+        if status in REFUSALS:
+            return REFUSED
+        if told is None or not told.is_of(expected):
+            return None if told is None else OTHERS
+        status, told = await self._ask(view, endpoint, spliced(orjson.dumps(fields), template, few))
+        if status in REFUSALS:
+            return REFUSED
+        return None if told is None else TAKEN if told.is_of(few) else IGNORED
+
+    async def _ids(self, view: EngineView, endpoint: str, fields: dict[str, Any]) -> bytes:
+        """The ids of a prompt; empty while it can't be encoded."""
         assert view.registration is not None
         encoder = self._encoders.find(view.registration)
         if encoder is None:
             return b""
-        request = parse_request(COMPLETIONS, orjson.dumps({"model": view.models[0], "prompt": SHORT_TEXT}))
-        encoding = await encoder.encode(request, view.registration.context_tokens)
+        encoding = await encoder.encode(parse_request(endpoint, orjson.dumps(fields)), view.registration.context_tokens)
         return encoding.tokens or b"" if encoding.is_whole else b""
 
-    async def _ask(self, view: EngineView, endpoint: str, ids: bytes) -> str | None:
-        """The verdict, or `None` where there is none yet."""
-        assert view.registration is not None
-        template = field_for(endpoint, view.registration.renderer)
-        assert template is not None
-        text: dict[str, Any] = {"prompt": LONG_TEXT}
-        if endpoint == CHAT:
-            text = {"messages": [{"role": "user", "content": LONG_TEXT}]}
-        body = orjson.dumps({"model": view.models[0], "max_tokens": 1, "temperature": 0, **text})
+    async def _ask(self, view: EngineView, endpoint: str, content: bytes) -> tuple[int, "_ToldPrompt | None"]:
+        """The status (0 for none), and what the engine says of the prompt that it took, if it says anything."""
         headers = {"content-type": "application/json"}
         if view.api_key:
             headers["authorization"] = f"Bearer {view.api_key}"
-        content = spliced(body, template, ids)
         try:
             answer = await self._client.post(view.url + endpoint, content=content, headers=headers, timeout=TIMEOUT_S)
-            counted = _prompt_tokens(answer) if answer.status_code == 200 else None
+            return answer.status_code, _read_prompt(answer.content) if answer.status_code == 200 else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            return None
-        if answer.status_code in REFUSALS:
-            return REFUSED
-        if counted is None:
-            return None
-        return TAKEN if counted == len(ids) // 4 else IGNORED
+            return 0, None
 
 
-def _prompt_tokens(answer: httpx.Response) -> int | None:
-    """What the answer's usage says of the prompt. Raises `ValueError` for what isn't JSON."""
-    decoded = orjson.loads(answer.content)
-    usage = decoded.get("usage") if isinstance(decoded, dict) else None
+@dataclass(frozen=True, slots=True)
+class _ToldPrompt:
+    """What an engine says of a prompt: how many ids, and perhaps which."""
+
+    count: int
+    ids: list[int] | None
+
+    def is_of(self, tokens: bytes) -> bool:
+        """Whether it is the prompt of these ids, as far as it is told."""
+        if self.ids is not None:
+            return self.ids == list(memoryview(tokens).cast("I"))
+        return self.count == len(tokens) // 4
+
+
+def _read_prompt(content: bytes) -> _ToldPrompt | None:
+    """Raises `ValueError` for what isn't JSON."""
+    decoded = orjson.loads(content)
+    if not isinstance(decoded, dict):
+        return None
+    usage, ids, choices = decoded.get("usage"), decoded.get("prompt_token_ids"), decoded.get("choices")
+    if ids is None and isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        ids = choices[0].get("prompt_token_ids")  # of a completion
     counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return counted if isinstance(counted, int) else None
+    return _ToldPrompt(counted, ids if isinstance(ids, list) else None) if isinstance(counted, int) else None

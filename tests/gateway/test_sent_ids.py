@@ -17,6 +17,7 @@ from gateway.encoding.prompt_tokenizer import WholeTexts
 from gateway.fleet import FleetTable
 from gateway.ids_body import body_with_ids
 from gateway.ids_probe import LONG_TEXT, RETRY_S, SHORT_TEXT
+from gateway.ids_sender import TEXT_EVERY
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, parse_request
 from nodeagent.engines.reference.loaded_model import load
 from nodeagent.engines.reference.server import create_app
@@ -49,8 +50,11 @@ def ids_of(fields: dict[str, Any]) -> list[int] | None:
 
 
 def text_of(fields: dict[str, Any]) -> str:
+    """The prompt that the engine renders, with the template of the tests' gateways."""
     prompt = fields.get("prompt")
-    return prompt if isinstance(prompt, str) else str(fields.get("messages", [{}])[0].get("content", ""))
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(f"{message['role']}:{message['content']};" for message in fields["messages"])
 
 
 async def count_ids(engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
@@ -62,8 +66,15 @@ async def count_ids(engine: MockEngine, request: Any, fields: dict[str, Any]) ->
 
 async def count_text(engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
     """Knows nothing of ids in a chat, and goes by the first of two keys."""
-    first = SHORT_TEXT if LONG_TEXT not in engine.received[-1][0].decode() else LONG_TEXT
-    return mock.web.json_response({"usage": {"prompt_tokens": len(first.encode())}})
+    text = LONG_TEXT if "prompt" in fields else text_of(fields)
+    return mock.web.json_response({"usage": {"prompt_tokens": len(text.encode())}})
+
+
+async def render_otherwise(engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
+    """Takes ids, and was started with another template, of the same length."""
+    ids = ids_of(fields) or list(text_of(fields).upper().encode())
+    said = {"prompt_token_ids": ids} if fields.get("return_token_ids") else {}
+    return mock.web.json_response({**said, "usage": {"prompt_tokens": len(ids)}})
 
 
 async def refuse_ids(engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
@@ -154,11 +165,11 @@ async def test_an_engine_that_takes_ids_is_sent_them(client: httpx.AsyncClient, 
         assert await fleet_rows(gateway) == {"a": unknown}
         await gateway.probe.probe_all()
         assert await fleet_rows(gateway) == {"a": {CHAT: "taken", COMPLETIONS: "taken"}}
-        probes = [orjson.loads(content) for content, _ in engine.received[-2:]]
-        assert [ids_of(probe) for probe in probes] == [PROBE_IDS, PROBE_IDS]
+        probes = [orjson.loads(content) for content, _ in engine.received[1:]]
+        assert [ids_of(probe) for probe in probes] == [None, PROBE_IDS, None, PROBE_IDS]
         assert all(probe["max_tokens"] == 1 for probe in probes)
         await gateway.probe.probe_all()
-        assert len(engine.received) == 3, "it is asked once"
+        assert len(engine.received) == 5, "it is asked once"
         for endpoint in (CHAT, COMPLETIONS):
             answer = await client.post(gateway.url + endpoint, json=body(endpoint))
             content = engine.received[-1][0]
@@ -177,7 +188,7 @@ async def test_an_engine_that_takes_ids_is_sent_them(client: httpx.AsyncClient, 
         (mock.answer_status(503), "not known yet"),
         (mock.answer_status(401), "not known yet"),
         (mock.drop_connection, "not known yet"),
-        (mock.answer_well, "ignored"),
+        (mock.answer_well, "has other ids for a prompt"),
         (mock.break_off_body, "not known yet"),
     ],
     ids=["ignores", "refuses", "404", "503", "401", "drops", "other usage", "breaks off"],
@@ -194,6 +205,27 @@ async def test_an_engine_that_does_not_take_ids_is_never_sent_them(
             assert len(engine.received) == asked, "not so soon"
             await client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS))
             assert ids_of(orjson.loads(engine.received[-1][0])) is None
+
+
+async def test_an_engine_that_renders_otherwise_is_not_sent_the_gateways_ids(client: httpx.AsyncClient) -> None:
+    async with MockEngine("a", render_otherwise) as engine:
+        async with gateway_for([engine], renderer="vllm", sends_ids=True) as gateway:
+            await gateway.probe.probe_all()
+            verdict = "has other ids for a prompt"
+            assert await fleet_rows(gateway) == {"a": {CHAT: verdict, COMPLETIONS: verdict}}
+            for endpoint in (CHAT, COMPLETIONS):
+                answer = await client.post(gateway.url + endpoint, json=body(endpoint))
+                assert engine.received[-1][0] == answer.request.content
+
+
+async def test_now_and_then_a_prompt_goes_as_text_so_that_a_drift_can_be_seen(client: httpx.AsyncClient) -> None:
+    async with MockEngine("a", count_ids) as engine, gateway_for([engine], sends_ids=True) as gateway:
+        await gateway.probe.probe_all()
+        asked = len(engine.received)
+        for _ in range(TEXT_EVERY * 2):
+            await client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS))
+        as_text = [ids_of(orjson.loads(content)) is None for content, _ in engine.received[asked:]]
+        assert as_text == ([False] * (TEXT_EVERY - 1) + [True]) * 2
 
 
 async def test_a_probe_without_a_verdict_is_repeated_ever_more_seldom() -> None:
@@ -243,7 +275,7 @@ async def test_another_life_of_an_engine_is_probed_anew_and_a_walk_is_not() -> N
             await gateway.fleet.refresh()
             assert gateway.fleet.table.engines["a"].reach.own == {walked}
             await gateway.probe.probe_all()
-            assert len(engine.received) == 2, "one life led to the other"
+            assert len(engine.received) == 4, "one life led to the other"
             engine.behaviour = refuse_ids
             await gateway.directory.retire(walked)
             await gateway.directory.register(draw_incarnation(), registration, ENGINE_LOAD, 60.0)
