@@ -153,7 +153,8 @@ class Completion:
         refuse_too_long(encoding, request, views, self._fleet.table.engines.values())
         if encoding.tokens is None:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
-            return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
+            reason = self._homes.reason(request, views)
+            return Prepared(encoding, session_key(request, incoming.headers), Holders(), reason)
         if not encoding.is_whole:
             self._metrics.degraded.labels(f"partly_encoded_{encoding.reason}").inc()
         with self._stage("keys"):

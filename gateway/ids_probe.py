@@ -27,13 +27,14 @@ INTERVAL_S = 1.0
 RETRY_S, RETRY_S_MAX = 4.0, 300.0
 """After a probe without a verdict, the pause doubles from one to the other."""
 TIMEOUT_S = 30.0
+ANSWER_BYTES_MAX = 2**20
 ENGINES_AT_ONCE_MAX = 8
 TAKEN, IGNORED, REFUSED, OTHERS = "taken", "ignored", "refused", "has other ids for a prompt"
 REFUSALS = frozenset({400, 404, 405, 422, 501})
 """Statuses that say that an engine won't have this."""
 SHORT_TEXT = "Hello"
 LONG_TEXT = "This text isn't the one that the token ids say. " * 8
-TURNS = (("system", "Be brief."), ("user", LONG_TEXT), ("assistant", "Yes."), ("user", "And now?"))
+TURNS = (("user", LONG_TEXT), ("assistant", "Yes."), ("user", "And now?"))
 ASKS_FOR_IDS = frozenset({"vllm", "vllm-own", "vllm-unknown"})
 """Kinds of engines that say the prompt's ids when they are asked with `return_token_ids`."""
 
@@ -127,7 +128,9 @@ class IdsProbe:
         return [endpoint for endpoint in ENDPOINTS if field_for(endpoint, kind) is not None]
 
     async def _probe(self, view: EngineView) -> None:
-        known = self._verdicts[view.engine]
+        known = self._verdicts.get(view.engine)
+        if known is None:
+            return  # it went meanwhile
         for endpoint in self._unknown(view, known):
             verdict = await self._verdict(view, endpoint)
             if verdict is not None:
@@ -174,9 +177,19 @@ class IdsProbe:
         if view.api_key:
             headers["authorization"] = f"Bearer {view.api_key}"
         try:
-            answer = await self._client.post(view.url + endpoint, content=content, headers=headers, timeout=TIMEOUT_S)
-            return answer.status_code, _read_prompt(answer.content) if answer.status_code == 200 else None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                self._client.stream(
+                    "POST", view.url + endpoint, content=content, headers=headers, timeout=None
+                ) as answer,
+            ):
+                said = bytearray()
+                async for piece in answer.aiter_bytes():
+                    said += piece
+                    if len(said) > ANSWER_BYTES_MAX:
+                        return 0, None
+                return answer.status_code, _read_prompt(bytes(said)) if answer.status_code == 200 else None
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
             return 0, None
 
 

@@ -48,11 +48,19 @@ class ResponseHomes:
         """It was deleted."""
         self._homes.pop(response_id, None)
 
+    def reason(self, request: InferenceRequest, views: Sequence[EngineView]) -> str:
+        """Why the request goes where it goes, if it is routed without its prompt."""
+        home = self._home(request)
+        return "response-affinity" if any(view.engine == home for view in views) else "session-affinity"
+
     def narrowed(self, request: InferenceRequest, views: Sequence[EngineView]) -> list[EngineView]:
         """Of `views`, the engine that must have the request, if it is known and among them; else all of them."""
-        previous = request.fields.get("previous_response_id") if request.endpoint == RESPONSES else None
-        home = self.find(previous) if isinstance(previous, str) else None
+        home = self._home(request)
         return [view for view in views if view.engine == home] or list(views)
+
+    def _home(self, request: InferenceRequest) -> str | None:
+        previous = request.fields.get("previous_response_id") if request.endpoint == RESPONSES else None
+        return self.find(previous) if isinstance(previous, str) else None
 
     def watched(
         self, request: InferenceRequest, sink: Sink, engine: str, on_first_token: Callable[[], None] | None

@@ -4,16 +4,22 @@ They go to the engine that made the response, and nowhere else; no other could a
 is booked.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gateway.audit import StreamTail
+from gateway.error_shapes import broken_stream_event
 from gateway.errors import NoEngineAvailable, NotFound, UpstreamError, UpstreamTimeout, quoted
+from gateway.events import whole_events
 from gateway.fleet import Fleet
 from gateway.openai_schema import RESPONSES
 from gateway.response_homes import ID_CHARS_MAX, ResponseHomes
 from gateway.sink import Sink
 from gateway.upstream import Answer, EngineFailed, Headers, Upstream
+
+logger = logging.getLogger(__name__)
 
 _PATH = re.compile(rf"{RESPONSES}/([A-Za-z0-9_.:-]{{1,{ID_CHARS_MAX}}})(/cancel)?")
 METHODS: Mapping[bool, tuple[str, ...]] = {False: ("GET", "DELETE"), True: ("POST",)}
@@ -80,11 +86,24 @@ class StoredResponses:
 
 
 async def _relay(answer: Answer, sink: Sink) -> None:
-    """Piece by piece. Where it breaks off, the client's connection is cut, and it sees that this isn't the end."""
-    await sink.start(answer.status, answer.headers())
+    """Piece by piece. Where it breaks off, a stream ends with an error event; else the client's connection is cut."""
+    is_stream = answer.content_type == "text/event-stream"
+    headers = answer.headers()
+    if is_stream:  # an event may be added at the end
+        headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    await sink.start(answer.status, headers)
+    tail = StreamTail()
     try:
-        async for piece in answer.pieces():
+        async for piece in whole_events(answer.pieces(), answer.is_end_told) if is_stream else answer.pieces():
+            tail.add(piece)
             await sink.write(piece)
-    except EngineFailed:
-        return
+        if is_stream and not answer.is_end_told and not tail.is_done:
+            raise EngineFailed("connection ended in the middle of a stream", is_connection=True)
+    except EngineFailed as failure:
+        logger.warning("a kept response broke off on its way: %s", failure)
+        if not is_stream:
+            return
+        if not tail.is_done:
+            said = f"the engine failed while it was answering: {failure}"
+            await sink.write(broken_stream_event(said, RESPONSES, tail.kept))
     await sink.finish()

@@ -16,7 +16,8 @@ Behaviour = Callable[["MockEngine", web.Request, dict[str, Any]], Any]
 class MockEngine:
     """Answers requests to every endpoint as `behaviour` says; remembers what it received.
 
-    `stored` are the questions about responses that it keeps: it answers each with its method and path.
+    `stored` are the questions about responses that it keeps: it answers each with its method and path, or as
+    `show_stored` says.
     """
 
     def __init__(self, name: str, behaviour: Behaviour | None = None) -> None:
@@ -24,6 +25,7 @@ class MockEngine:
         self.behaviour = behaviour or answer_well
         self.received: list[tuple[bytes, dict[str, str]]] = []
         self.stored: list[str] = []
+        self.show_stored: Behaviour | None = None
         self.is_well = True
         self.models = [MODEL]
         self.gone = asyncio.Event()
@@ -60,8 +62,11 @@ class MockEngine:
             raise
         return answer
 
-    async def _stored(self, request: web.Request) -> web.Response:
+    async def _stored(self, request: web.Request) -> web.StreamResponse:
         self.stored.append(f"{request.method} {request.path_qs}")
+        if self.show_stored is not None:
+            shown: web.StreamResponse = await self.show_stored(self, request, {})
+            return shown
         return web.json_response({"engine": self.name, "asked": self.stored[-1]}, headers={"x-engine": self.name})
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -44,12 +44,17 @@ async def respond(client: httpx.AsyncClient, gateway: TestGateway, **fields: Any
     return answer.headers["x-warmroute-engine"], response_id
 
 
+async def reason_of(client: httpx.AsyncClient, gateway: TestGateway, previous: str) -> str:
+    asked = {"model": MODEL, "input": "hello", "previous_response_id": previous}
+    return str((await client.post(gateway.url + RESPONSES, json=asked, headers=EXPLAIN)).headers["x-warmroute-reason"])
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_what_goes_on_from_a_response_goes_to_its_engine_however_busy(
     client: httpx.AsyncClient, four: tuple[list[MockEngine], TestGateway], stream: bool
 ) -> None:
     _, gateway = four
-    homes = set()
+    homes, reasons = set(), set()
     for session in range(8):
         home, previous = await respond(client, gateway, input=f"session {session}", stream=stream)
         homes.add(home)
@@ -57,9 +62,12 @@ async def test_what_goes_on_from_a_response_goes_to_its_engine_however_busy(
         for _ in range(3):
             engine, previous = await respond(client, gateway, previous_response_id=previous, stream=stream)
             assert engine == home
+        reasons.add(await reason_of(client, gateway, previous))
         for booking in busy:
             gateway.ledger.release(booking)
     assert len(homes) > 1
+    assert reasons == {"response-affinity"}
+    assert await reason_of(client, gateway, "resp_from_elsewhere") == "session-affinity"
 
 
 async def test_an_unknown_response_is_routed_by_session_and_the_engine_has_the_word(
@@ -154,6 +162,32 @@ async def test_an_engine_that_is_away_costs_a_503_and_one_that_drops_the_connect
         assert gateway.fleet.table.engines["a"].state == "failing"
         away = await client.get(url)
         assert (away.status_code, away.headers["retry-after"]) == (503, "1")
+
+
+async def test_a_kept_response_is_streamed_again_and_ends_whole_or_with_an_error_event(
+    client: httpx.AsyncClient,
+) -> None:
+    events = events_of(RESPONSES)
+
+    async def stream(engine: MockEngine, request: Any, fields: Any) -> Any:
+        answer = await mock.start_stream(request)
+        await answer.write(b"".join(events[:sent]) + events[sent][:5] if sent < len(events) else b"".join(events))
+        if sent < len(events):
+            mock.cut(request)
+        return answer
+
+    async with MockEngine("a", answer_in_shape) as engine, gateway_for([engine]) as gateway:
+        engine.show_stored = stream
+        _, response_id = await respond(client, gateway)
+        for sent in (len(events), 3):
+            answer = await client.get(f"{gateway.url}{RESPONSES}/{response_id}?stream=true")
+            assert answer.content.startswith(b"".join(events[:sent]))
+            rest = answer.content.removeprefix(b"".join(events[:sent]))
+            assert (not rest) == (sent == len(events))
+            if rest:
+                assert rest.startswith(b"event: error\ndata: {")
+                assert b'"sequence_number":3' in rest
+                assert rest.count(b"\n\n") == 1
 
 
 async def test_the_prefill_of_a_streamed_response_counts_until_its_first_token(client: httpx.AsyncClient) -> None:
