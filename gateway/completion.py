@@ -94,7 +94,7 @@ class Completion:
         tried: set[str] = set()
         failure: EngineFailed | None = None
         while len(tried) < ATTEMPTS_MAX:
-            left = self._homes.narrowed(request, self._untried(request.model, views, tried))
+            left = self._left(request, views, tried)
             if not left:
                 break
             decision = self._route(prepared, left)
@@ -120,6 +120,11 @@ class Completion:
             raise NoEngineAvailable(f"no engine that serves {quoted(model)} is ready")
         return views
 
+    def _left(self, request: InferenceRequest, views: Sequence[EngineView], tried: set[str]) -> list[EngineView]:
+        """Who may have the request next: the engine that keeps what it goes on from, before all others."""
+        home = self._homes.view_of(request, self._fleet.table)
+        return [home] if home and home.engine not in tried else self._untried(request.model, views, tried)
+
     def _untried(self, model: str, views: Sequence[EngineView], tried: set[str]) -> list[EngineView]:
         """Who is left to try: ready engines; then those in doubt; or, if none is ready any more, those that were when
         the request came: one of them may be well.
@@ -140,7 +145,8 @@ class Completion:
         """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
         views = self._serving(incoming.request.model)
         prepared = await self._prepare(incoming, views)
-        return prepared, self._route(prepared, self._homes.narrowed(incoming.request, views))
+        home = self._homes.view_of(incoming.request, self._fleet.table)
+        return prepared, self._route(prepared, [home] if home else views)
 
     async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         request = incoming.request
@@ -153,7 +159,8 @@ class Completion:
         refuse_too_long(encoding, request, views, self._fleet.table.engines.values())
         if encoding.tokens is None:
             self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
-            reason = self._homes.reason(request, views)
+            home = self._homes.view_of(request, self._fleet.table)
+            reason = "response-affinity" if home else "session-affinity"
             return Prepared(encoding, session_key(request, incoming.headers), Holders(), reason)
         if not encoding.is_whole:
             self._metrics.degraded.labels(f"partly_encoded_{encoding.reason}").inc()

@@ -6,12 +6,12 @@ the engine says that there is no such response.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import orjson
 
 from gateway.events import are_early
-from gateway.fleet import EngineView
+from gateway.fleet import FAILING, EngineView, FleetTable
 from gateway.openai_schema import RESPONSES, InferenceRequest
 from gateway.sink import Sink
 
@@ -48,19 +48,15 @@ class ResponseHomes:
         """It was deleted."""
         self._homes.pop(response_id, None)
 
-    def reason(self, request: InferenceRequest, views: Sequence[EngineView]) -> str:
-        """Why the request goes where it goes, if it is routed without its prompt."""
-        home = self._home(request)
-        return "response-affinity" if any(view.engine == home for view in views) else "session-affinity"
+    def view_of(self, request: InferenceRequest, table: FleetTable) -> EngineView | None:
+        """The engine that must have the request, if it is known, serves the model and isn't known to be unwell.
 
-    def narrowed(self, request: InferenceRequest, views: Sequence[EngineView]) -> list[EngineView]:
-        """Of `views`, the engine that must have the request, if it is known and among them; else all of them."""
-        home = self._home(request)
-        return [view for view in views if view.engine == home] or list(views)
-
-    def _home(self, request: InferenceRequest) -> str | None:
+        One that is in doubt must have it, too: no other engine could do better.
+        """
         previous = request.fields.get("previous_response_id") if request.endpoint == RESPONSES else None
-        return self.find(previous) if isinstance(previous, str) else None
+        view = table.engines.get(self.find(previous) or "") if isinstance(previous, str) else None
+        is_there = view is not None and (view.is_ready or view.state == FAILING) and request.model in view.models
+        return view if is_there else None
 
     def watched(
         self, request: InferenceRequest, sink: Sink, engine: str, on_first_token: Callable[[], None] | None

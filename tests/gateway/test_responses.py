@@ -91,6 +91,26 @@ async def test_when_the_home_is_gone_another_engine_says_what_it_has_to_say(
     assert engine != home
 
 
+async def test_a_home_in_doubt_is_still_the_only_one_to_ask(
+    client: httpx.AsyncClient, four: tuple[list[MockEngine], TestGateway]
+) -> None:
+    _, gateway = four
+    home, response_id = await respond(client, gateway)
+    gateway.fleet.note_failure(home)
+    engine, _ = await respond(client, gateway, previous_response_id=response_id)
+    assert engine == home
+
+
+async def test_a_home_that_drops_the_connection_is_followed_by_another_engine(
+    client: httpx.AsyncClient, four: tuple[list[MockEngine], TestGateway]
+) -> None:
+    engines, gateway = four
+    home, response_id = await respond(client, gateway)
+    next(engine for engine in engines if engine.name == home).behaviour = mock.drop_connection
+    engine, _ = await respond(client, gateway, previous_response_id=response_id)
+    assert engine != home
+
+
 async def test_a_home_that_is_full_says_so_and_no_other_is_asked_instead(client: httpx.AsyncClient) -> None:
     async with MockEngine("a", answer_in_shape) as a, MockEngine("b", answer_in_shape) as b:
         async with gateway_for([a, b]) as gateway:
