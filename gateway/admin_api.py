@@ -16,6 +16,7 @@ from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.parity.parity import Parity
 from gateway.routing.query import RoutingDecision, Score
 
 
@@ -25,6 +26,7 @@ def create_admin_api(
     lookup: ChunkLookup,
     encoders: Encoders,
     ledger: Ledger,
+    parity: Parity,
     metrics: GatewayMetrics,
     is_draining: Any,
     body_bytes_max: int,
@@ -53,12 +55,12 @@ def create_admin_api(
 
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded; and how fresh that is."""
-        table = fleet.table
-        return {
-            **_directory_row(fleet, lookup),
-            "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-            "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in sorted(table.engines.items())],
+        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded and by what its answers say."""
+        hosts, engines = sorted(fleet.table.hosts.items()), sorted(fleet.table.engines.items())
+        return _directory_row(fleet, lookup) | {
+            "hosts": [_host_row(name, member) for name, member in hosts],
+            "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in engines],
+            "parity": parity.rows(),
         }
 
     @api.post("/route/explain")
@@ -107,6 +109,7 @@ def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any
         "price": decision.price,
         "prompt_tokens": encoding.prompt_tokens,
         "encoding": "exact" if encoding.tokens is not None else f"estimated: {encoding.reason}",
+        "encoding_class": prepared.encoding_class(decision.ranked[0].engine),
         "directory": prepared.holders.degraded or "ok",
         "directory_keys": [key.hex() for key in prepared.keys],
         "candidates": [_score_row(score) for score in decision.ranked],

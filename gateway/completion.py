@@ -15,6 +15,7 @@ from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
+from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.errors import (
     ModelNotFound,
@@ -30,6 +31,7 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
+from gateway.parity.parity import Parity, WatchedAnswer, without
 from gateway.prefetch import Prefetcher, hint_for
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.router import route
@@ -76,13 +78,22 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named."""
+    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named.
+
+    Of the engines in `approximate` it isn't believed that their token ids are these.
+    """
 
     encoding: Encoding
     affinity: bytes
     holders: Holders
     without_placements: str = ""
     keys: tuple[bytes, ...] = ()
+    approximate: frozenset[str] = frozenset()
+
+    def encoding_class(self, engine: str) -> str:
+        """How well the engine's prompt is known: `exact`, `up-to`, `affinity`, or `approximate`: its answers differ."""
+        known = encoding_class(self.encoding)
+        return "approximate" if known != "affinity" and engine in self.approximate else known
 
 
 class Completion:
@@ -96,9 +107,11 @@ class Completion:
         ledger: Ledger,
         upstream: Upstream,
         prefetcher: Prefetcher,
+        parity: Parity,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
+        self._parity = parity
         self._fleet, self._encoders, self._lookup, self._prefetcher = fleet, encoders, lookup, prefetcher
         self._ledger, self._upstream, self._metrics, self._clock = ledger, upstream, metrics, clock
 
@@ -174,10 +187,11 @@ class Completion:
         with self._stage("keys"):
             groups = self._lookup.grouped(request.model, views)
             chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
+        approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
             holders = Holders()
-            if encoding.reads_cache:
-                holders = await self._find_holders(chains, views, encoding.prompt_tokens)
+            if encoding.reads_cache and len(approximate) < len(views):
+                holders = without(await self._find_holders(chains, views, encoding.prompt_tokens), approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
@@ -185,7 +199,10 @@ class Completion:
         if first_key is None and not encoding.is_whole:
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
         keys = chains[0].keys if chains else ()
-        return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable", keys)
+        unplaced = "approximate" if len(approximate) == len(views) else ""
+        if not holders.is_known:
+            unplaced = "directory-unavailable"
+        return Prepared(encoding, affinity, holders, unplaced, keys, approximate)
 
     async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
         for view in views:
@@ -247,10 +264,11 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
+        watched = self._parity.watch(request, view, prepared.encoding)
         try:
             async with self._unless_lost(view.engine, may_retry):
-                url = view.url + incoming.path
-                answer = await self._upstream.send(url, incoming.headers, request.body, view.api_key)
+                url, key = view.url + incoming.path, view.api_key
+                answer = await watched.send(lambda body: self._upstream.send(url, incoming.headers, body, key))
                 self._ledger.first_byte(booking)
                 is_stream = answer.content_type == "text/event-stream"
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
@@ -260,14 +278,15 @@ class Completion:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
-                headers += explanation(decision)
+                headers += explanation(decision, prepared.encoding_class(view.engine))
             if is_stream:
                 observe = partial(self._observe_first_byte, incoming, prepared, score)
-                usage = await self._relay_stream(answer, headers, sink, view.engine, observe)
+                usage = await self._relay_stream(answer, headers, sink, view.engine, observe, watched)
             else:
                 usage = await self._relay_whole(answer, body, headers, sink, view.engine)
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
+                watched.note(usage, body)
         except EngineFailed as failure:
             if failure.is_connection:
                 self._fleet.note_failure(view.engine)
@@ -275,6 +294,7 @@ class Completion:
         finally:
             if answer is not None:
                 answer.close()
+            watched.release()
             self._ledger.release(booking)
         return None
 
@@ -304,7 +324,13 @@ class Completion:
         await sink.finish()
 
     async def _relay_stream(
-        self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str, observe: Callable[[], None]
+        self,
+        answer: Answer,
+        headers: list[tuple[bytes, bytes]],
+        sink: Sink,
+        engine: str,
+        observe: Callable[[], None],
+        watched: WatchedAnswer,
     ) -> Usage | None:
         """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream.
 
@@ -320,7 +346,8 @@ class Completion:
                     await sink.start(answer.status, headers)
                 has_started = True
                 tail.add(events)
-                await sink.write(events)
+                if left := watched.take(events):
+                    await sink.write(left)
             if not answer.is_end_told and not tail.is_done:
                 raise EngineFailed("connection ended in the middle of a stream", is_connection=True)
         except EngineFailed as failure:
@@ -382,8 +409,8 @@ class Completion:
             self._metrics.routing.labels(stage).observe(self._clock() - started_at)
 
 
-def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
-    """The headers that explain a decision to its client."""
+def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, bytes]]:
+    """The headers that explain a decision to its client; `encoded` is how well the engine's prompt is known."""
     score = decision.ranked[0]
     tiers = ",".join(f"{tier.label}={tokens}" for tier, tokens in score.tier_tokens.items())
     rows = {
@@ -391,6 +418,7 @@ def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
         "matched-tokens": str(score.matched_tokens),
         "tier-tokens": tiers or "none",
         "reason": decision.reason,
+        "encoding": encoded,
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]

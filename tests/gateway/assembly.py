@@ -30,6 +30,8 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
+from gateway.parity.parity import Parity
+from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
@@ -131,11 +133,16 @@ async def gateway_for(
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
+        parity = Parity(fleet, seen, encoders, SelfChecks(metrics), metrics, clock)
+        comparing = asyncio.create_task(parity.run())
+        stack.callback(comparing.cancel)
+        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, lambda: False, body_bytes_max)
+        admin = create_admin_api(
+            completion, fleet, lookup, encoders, ledger, parity, metrics, lambda: False, body_bytes_max
+        )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 
