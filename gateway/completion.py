@@ -268,7 +268,7 @@ class Completion:
         try:
             async with self._unless_lost(view.engine, may_retry):
                 url, key = view.url + incoming.path, view.api_key
-                answer = await watched.send(lambda body: self._upstream.send(url, incoming.headers, body, key))
+                answer = await watched.send(lambda asked: self._upstream.send(url, incoming.headers, asked.body, key))
                 self._ledger.first_byte(booking)
                 is_stream = answer.content_type == "text/event-stream"
                 is_refusal = may_retry and answer.status in RETRY_STATUSES

@@ -1,8 +1,7 @@
 """Encodes replies when they have been sent, so that the next turn of their conversations finds them in the cache.
 
 The cache holds pieces of text, not prompts: it is enough to render a reply between two short messages, as the template
-will render it then, and to encode that. It costs what the next turn would have waited for, and nothing else of the
-conversation is rendered. Of a stream the events are only kept, while it runs, and read here: a list's append an event
+will render it then, and to encode that. It costs about what the next turn would have waited for (`bench/RESULTS.md`). Of a stream the events are only kept, while it runs, and read here: a list's append an event
 on the way. Replies that hold tool calls, or one of several choices, are left out, and so is what exceeds a bound.
 """
 
@@ -22,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 REPLIES_WAITING_MAX = 16
 """More mean that the gateway has no time for what nobody waits for."""
-REPLY_BYTES_MAX = 2**18
-"""Of one answer or the events of one stream: about a thousand tokens that came one by one."""
+REPLY_BYTES_MAX = 2**20
+"""Of one answer, or the events of one stream: about four thousand tokens that came one by one."""
 KEPT_BYTES_MAX = 2**26
 """Of the events of all streams that run."""
-REPLY_CHARS_MIN = 64
-"""What is shorter costs the next turn nothing that could be noticed."""
+REPLY_CHARS_MIN = 1_000
+"""What is shorter costs the next turn less than a tenth of a millisecond."""
 DROPPED_FIELDS = ("tools", "tool_choice", "functions", "documents", "continue_final_message", "add_generation_prompt")
 _CONTENT = re.compile(rb'"content": ?"([^"\\]*(?:\\.[^"\\]*)*)"')
 _CALLS = b'"tool_calls":'

@@ -127,7 +127,7 @@ class WatchedAnswer:
         self._filter: UsageFilter | None = None
 
     async def send(self, send: Send) -> Answer:
-        """Send the request by `send`, which is given a body. Raises as it does."""
+        """Send the request by `send`, which is given it with the body to send. Raises as it does."""
         answer, is_asked = await self._parity.send(self._request, self._view, send)
         self._filter = UsageFilter() if is_asked else None
         return answer

@@ -14,6 +14,7 @@ reference engine writes `"usage":null` into the others, as OpenAI does.
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import orjson
 
@@ -31,7 +32,7 @@ ENGINES_MAX = 4_096
 _NO_CHOICES = (b'"choices":[]', b'"choices": []')
 _USAGE = (b'"usage":{', b'"usage": {')
 
-Send = Callable[[bytes], Awaitable[Answer]]
+Send = Callable[[InferenceRequest], Awaitable[Answer]]
 
 
 class StreamUsage:
@@ -51,14 +52,14 @@ class StreamUsage:
     async def send(self, request: InferenceRequest, view: EngineView, send: Send) -> tuple[Answer, bool]:
         """Send a request, and say whether usage was asked for in its client's stead. Raises as `send` does."""
         body = self.body_for(request, view)
-        answer = await send(body)
         if body is request.body:
-            return answer, False
+            return await send(request), False
+        answer = await send(replace(request, body=body))
         if answer.status == 200:
             self._note(view, True)
         elif answer.status in REFUSALS and not self._takes.get(_life(view)):
             answer.close()
-            answer = await send(request.body)
+            answer = await send(request)
             if answer.status == 200:
                 self._note(view, False)
             return answer, False

@@ -32,7 +32,10 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SAID = "It was a dark and stormy night; the rain fell in torrents, \"except\" at intervals.\n\nÉté – 天气预报说明天有雨。" * 8
+SAID = (
+    'It was a dark and stormy night; the rain fell in torrents, "except" at intervals.\n\nÉté – 天气预报说明天有雨。'
+    * 16
+)
 MESSAGES = [{"role": "user", "content": "How does the novel begin?"}]
 
 
