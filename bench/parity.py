@@ -1,9 +1,9 @@
 """What watching answers costs a stream, and what encoding replies in advance saves the next turn. CPU time.
 
-    python -m bench.parity [--families smollm2 llama3_1] [--rounds 15]
+    python -m bench.parity [--families llama3_1 gemma3] [--reply-chars 4000] [--rounds 15]
 
 A stream's events are taken as the relay does, read by read; the same reads through the relay's own work (cut at ends of
-events, and the tail kept) are beside it. The next turn is a conversation's of about 8k tokens, with a reply of 700.
+events, and the tail kept) are beside it. The next turn is one of a conversation of about 8k tokens.
 The tokenizers are installed by `make test-encoding`.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable
 
 import orjson
 
@@ -32,18 +32,20 @@ from gateway.parity.stream_usage import UsageFilter
 
 EVENTS = 900
 TURNS, TURN_CHARS = 8, 4_000
-REPLY_CHARS = 2_800
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=["smollm2", "llama3_1", "mistral_v3"])
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=["llama3_1", "mistral", "gemma3"])
+    parser.add_argument("--reply-chars", type=int, default=4_000)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     relayed_us, watched_us = asyncio.run(_stream_costs(options.rounds))
     print(f"an event: cut and tail {relayed_us:.2f} us, and taking usage out and keeping it {watched_us:.2f} us more")
     for family in options.families:
-        cold, warmed, spent = asyncio.run(_next_turn(load(family, tokenizer_json(family)), options.rounds))
+        cold, warmed, spent = asyncio.run(
+            _next_turn(load(family, tokenizer_json(family)), options.reply_chars, options.rounds)
+        )
         row = f"{cold:.2f} ms, {warmed:.2f} ms where the reply was encoded in advance"
         print(f"{family}: the next turn {row}, which took {spent:.2f} ms", flush=True)
     return 0
@@ -79,32 +81,32 @@ async def _relay(events: list[bytes], is_watched: bool) -> float:
     return (time.process_time() - started) / len(events) * 1e6
 
 
-async def _next_turn(tokenizer: Tokenizer, rounds: int) -> tuple[float, float, float]:
+async def _next_turn(tokenizer: Tokenizer, reply_chars: int, rounds: int) -> tuple[float, float, float]:
     """Median ms of the turn after a reply: cold, and encoded in advance; and of doing that."""
     pool = EncodePool()
     renderer = ReferenceRenderer(template_of(tokenizer.name), {})
-    colds, warmeds, spents = [], [], []
+    times: dict[str, list[float]] = {"cold": [], "warmed": [], "spent": []}
     for number in range(rounds):
         writer = Writer(random.Random(number))
         *_, last = conversation(writer, TURNS, TURN_CHARS)
         for is_warmed in (False, True):
-            said, question = writer.text(REPLY_CHARS), writer.text(200)
+            said, question = writer.text(reply_chars), writer.text(200)
             encoder = _encoder(tokenizer, renderer, pool)
             request = _request(last)
             await encoder.encode(request, 10**6)
             if is_warmed:
                 data = orjson.dumps({"choices": [{"message": {"content": said}}]})
-                spents.append(await _timed(lambda: warm(Reply(encoder, request, 10**6, data, False))))
+                times["spent"].append(await _timed(warm(Reply(encoder, request, 10**6, data, False))))
             turn = [*last, {"role": "assistant", "content": said}, {"role": "user", "content": question}]
-            took = await _timed(lambda: encoder.encode(_request(turn), 10**6))
-            (warmeds if is_warmed else colds).append(took)
+            times["warmed" if is_warmed else "cold"].append(await _timed(encoder.encode(_request(turn), 10**6)))
     pool.close()
-    return statistics.median(colds), statistics.median(warmeds), statistics.median(spents)
+    cold, warmed, spent = map(statistics.median, times.values())
+    return cold, warmed, spent
 
 
-async def _timed(step: Callable[[], object]) -> float:
+async def _timed(step: Awaitable[object]) -> float:
     started = time.process_time()
-    await step()  # type: ignore[misc]
+    await step
     return (time.process_time() - started) * 1000
 
 

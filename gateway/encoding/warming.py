@@ -1,8 +1,9 @@
 """Encodes replies when they have been sent, so that the next turn of their conversations finds them in the cache.
 
 The cache holds pieces of text, not prompts: it is enough to render a reply between two short messages, as the template
-will render it then, and to encode that. It costs about what the next turn would have waited for (`bench/RESULTS.md`). Of a stream the events are only kept, while it runs, and read here: a list's append an event
-on the way. Replies that hold tool calls, or one of several choices, are left out, and so is what exceeds a bound.
+will render it then, and to encode that. It costs about what the next turn would have waited for (`bench/RESULTS.md`).
+Of a stream the events are only kept, while it runs, and read here: a list's append an event on the way. Replies that
+hold tool calls, or one of several choices, are left out, and so is what exceeds a bound.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 SAID = (
-    'It was a dark and stormy night; the rain fell in torrents, "except" at intervals.\n\nÉté – 天气预报说明天有雨。'
+    'It was a dark and stormy night; the rain fell in torrents, "except" at intervals.\n\nÉté; 天气预报说明天有雨。'
     * 16
 )
 MESSAGES = [{"role": "user", "content": "How does the novel begin?"}]

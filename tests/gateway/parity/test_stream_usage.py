@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -58,7 +59,7 @@ async def filtered(pieces: list[bytes]) -> bytes:
 def test_usage_events_go_and_every_other_byte_stays_however_they_are_cut(events: list[bytes], cuts: list[int]) -> None:
     stream = FIRST + b"".join(events) + DONE
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    pieces = [stream[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [stream[start:end] for start, end in pairwise(places)]
     wanted = FIRST + b"".join(event for event in events if event not in USAGE_EVENTS) + DONE
     assert asyncio.run(filtered(pieces)) == wanted
 
@@ -115,7 +116,7 @@ class Streams:
         self.refuses = refuses
 
     async def __call__(self, engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
-        if self.refuses and "stream_options" in fields or fields.get("temperature", 0) > 2:
+        if (self.refuses and "stream_options" in fields) or fields.get("temperature", 0) > 2:
             return mock.web.json_response({"error": {"message": "no"}}, status=400)
         response = await mock.start_stream(request)
         await response.write(mock.event(0))
