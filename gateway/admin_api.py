@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from directory.members import HostRegistration, Member
 from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
-from gateway.encoding.encoding_class import encoding_class
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_probe import IdsProbe
@@ -18,6 +17,7 @@ from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
 from gateway.openai_schema import CHAT, COMPLETIONS, ENDPOINTS, RERANK, RESPONSES, SCORE, parse_request
+from gateway.parity.parity import Parity
 from gateway.routing.query import RoutingDecision, Score
 
 FIELD_ENDPOINTS = {"prompt": COMPLETIONS, "input": RESPONSES, "query": RERANK[0], "text_1": SCORE, "queries": SCORE}
@@ -31,6 +31,7 @@ def create_admin_api(
     encoders: Encoders,
     probe: IdsProbe,
     ledger: Ledger,
+    parity: Parity,
     metrics: GatewayMetrics,
     is_draining: Any,
     body_bytes_max: int,
@@ -59,12 +60,12 @@ def create_admin_api(
 
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded; and how fresh that is."""
-        table = fleet.table
-        return {
-            **_directory_row(fleet, lookup),
-            "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-            "engines": [_engine_row(view, fleet, ledger, encoders, probe) for _, view in sorted(table.engines.items())],
+        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded and by what its answers say."""
+        hosts, engines = sorted(fleet.table.hosts.items()), sorted(fleet.table.engines.items())
+        return _directory_row(fleet, lookup) | {
+            "hosts": [_host_row(name, member) for name, member in hosts],
+            "engines": [_engine_row(view, fleet, ledger, encoders, probe) for _, view in engines],
+            "parity": parity.rows(),
         }
 
     @api.post("/route/explain")
@@ -126,7 +127,7 @@ def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any
         "reason": decision.reason,
         "price": decision.price,
         "prompt_tokens": encoding.prompt_tokens,
-        "encoding": encoding_class(encoding),
+        "encoding": prepared.encoding_class(decision.ranked[0].engine),
         "encoding_reason": encoding.reason or None,
         "directory": prepared.holders.degraded or "ok",
         "directory_keys": [key.hex() for key in prepared.keys],

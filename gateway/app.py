@@ -28,6 +28,8 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics
 from gateway.openai_api import OpenAiApi
+from gateway.parity.parity import Parity
+from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
 from gateway.response_homes import ResponseHomes
 from gateway.stored_responses import StoredResponses
@@ -60,7 +62,8 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
-        encoders = _encoders(config, control, metrics)
+        self_checks = SelfChecks(metrics)
+        encoders = _encoders(config, control, self_checks)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
         fleet = Fleet(
@@ -75,17 +78,20 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
+        parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender = ResponseHomes(clock), IdsSender(upstream, probe)
-        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, metrics, clock, homes)
+        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, parity, metrics, clock, homes)
         stored = StoredResponses(homes, fleet, upstream)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit = config.limits.body_bytes_max
-        admin_app = create_admin_api(completion, fleet, lookup, encoders, probe, ledger, metrics, stop.is_set, limit)
+        admin_app = create_admin_api(
+            completion, fleet, lookup, encoders, probe, ledger, parity, metrics, stop.is_set, limit
+        )
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher, probe)]
+            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher, parity, probe)]
             servers = [
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),
@@ -102,11 +108,12 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
                 task.cancel()
 
 
-def _encoders(config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics) -> Encoders:
+def _encoders(config: GatewayConfig, control: httpx.AsyncClient, self_checks: SelfChecks) -> Encoders:
     return Encoders(
         TokenizerFiles(config.files_folder, control),
         cache_bytes_max=config.encoding.cache_mb * 2**20,
-        on_mismatch=metrics.degraded.labels("tokenizer_cache").inc,
+        on_mismatch=self_checks.mismatch,
+        on_match=self_checks.match,
     )
 
 

@@ -26,6 +26,7 @@ from gateway.ledger import Booking, Ledger
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import RESPONSES, InferenceRequest
+from gateway.parity.parity import Parity, WatchedAnswer, without
 from gateway.prefetch import Prefetcher, hint_for
 from gateway.response_homes import ResponseHomes
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
@@ -58,13 +59,22 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named."""
+    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named.
+
+    Of the engines in `approximate` it isn't believed that their token ids are these.
+    """
 
     encoding: Encoding
     affinity: bytes
     holders: Holders
     without_placements: str = ""
     keys: tuple[bytes, ...] = ()
+    approximate: frozenset[str] = frozenset()
+
+    def encoding_class(self, engine: str) -> str:
+        """How well the engine's prompt is known: `exact`, `up-to`, `affinity`, or `approximate`: its answers differ."""
+        known = encoding_class(self.encoding)
+        return "approximate" if known != "affinity" and engine in self.approximate else known
 
 
 class Completion:
@@ -78,10 +88,12 @@ class Completion:
         ledger: Ledger,
         sender: IdsSender,
         prefetcher: Prefetcher,
+        parity: Parity,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
         homes: ResponseHomes,
     ) -> None:
+        self._parity = parity
         self._fleet, self._encoders, self._lookup, self._prefetcher = fleet, encoders, lookup, prefetcher
         self._ledger, self._sender, self._metrics, self._clock = ledger, sender, metrics, clock
         self._homes = homes
@@ -167,10 +179,11 @@ class Completion:
         with self._stage("keys"):
             groups = self._lookup.grouped(request.model, views)
             chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
+        approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
             holders = Holders()
-            if encoding.reads_cache:
-                holders = await self._find_holders(chains, views, encoding.prompt_tokens)
+            if encoding.reads_cache and len(approximate) < len(views):
+                holders = without(await self._find_holders(chains, views, encoding.prompt_tokens), approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
@@ -178,7 +191,10 @@ class Completion:
         if first_key is None and not encoding.is_whole:
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
         keys = chains[0].keys if chains else ()
-        return Prepared(encoding, affinity, holders, "" if holders.is_known else "directory-unavailable", keys)
+        unplaced = "approximate" if len(approximate) == len(views) else ""
+        if not holders.is_known:
+            unplaced = "directory-unavailable"
+        return Prepared(encoding, affinity, holders, unplaced, keys, approximate)
 
     async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
         for view in views:
@@ -240,9 +256,12 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
+        watched = self._parity.watch(request, view, prepared.encoding)
         try:
             async with self._unless_lost(view.engine, may_retry):
-                answer = await self._sender.send(view, incoming.path, incoming.headers, request, prepared.encoding)
+                known = prepared.encoding if view.engine not in prepared.approximate else None
+                send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
+                answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
@@ -254,17 +273,18 @@ class Completion:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
-                headers += explanation(decision, prepared.encoding)
+                headers += explanation(decision, prepared.encoding_class(view.engine))
             observe: Callable[[], None] = partial(self._observe_first_byte, incoming, prepared, score)
             on_first_token = partial(self._note_first_token, booking, observe) if is_announced else None
             sink = self._homes.watched(request, sink, view.engine, on_first_token)
             if is_stream:
                 observe = _do_nothing if is_announced else observe
-                usage = await self._relay_stream(answer, headers, sink, view.engine, observe, request.endpoint)
+                usage = await self._relay_stream(answer, headers, sink, view.engine, observe, watched, request.endpoint)
             else:
                 usage = await self._relay_whole(answer, body, headers, sink, view.engine)
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
+                watched.note(usage, body, answer.has_ids)
         except EngineFailed as failure:
             if failure.is_connection:
                 self._fleet.note_failure(view.engine)
@@ -272,6 +292,7 @@ class Completion:
         finally:
             if answer is not None:
                 answer.close()
+            watched.release()
             self._ledger.release(booking)
         return None
 
@@ -307,6 +328,7 @@ class Completion:
         sink: Sink,
         engine: str,
         observe: Callable[[], None],
+        watched: WatchedAnswer,
         endpoint: str,
     ) -> Usage | None:
         """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream.
@@ -323,7 +345,8 @@ class Completion:
                     await sink.start(answer.status, headers)
                 has_started = True
                 tail.add(events)
-                await sink.write(events)
+                if left := watched.take(events):
+                    await sink.write(left)
             if not answer.is_end_told and not tail.is_done:
                 raise EngineFailed("connection ended in the middle of a stream", is_connection=True)
         except EngineFailed as failure:
@@ -390,8 +413,8 @@ class Completion:
             self._metrics.routing.labels(stage).observe(self._clock() - started_at)
 
 
-def explanation(decision: RoutingDecision, encoding: Encoding) -> list[tuple[bytes, bytes]]:
-    """The headers that explain a decision to its client."""
+def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, bytes]]:
+    """The headers that explain a decision to its client; `encoded` is how well the engine's prompt is known."""
     score = decision.ranked[0]
     tiers = ",".join(f"{tier.label}={tokens}" for tier, tokens in score.tier_tokens.items())
     rows = {
@@ -399,8 +422,8 @@ def explanation(decision: RoutingDecision, encoding: Encoding) -> list[tuple[byt
         "matched-tokens": str(score.matched_tokens),
         "tier-tokens": tiers or "none",
         "reason": decision.reason,
+        "encoding": encoded,
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
-        "encoding": encoding_class(encoding),
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
 

@@ -4,6 +4,7 @@ A stream of chat or completion chunks ends with a line of its own, `[DONE]`; one
 `/v1/responses`) with an event of a certain name.
 """
 
+import re
 from collections.abc import AsyncIterator
 
 import orjson
@@ -11,6 +12,7 @@ import orjson
 EVENT_ENDS = (b"\n\n", b"\n\r\n")
 EVENT_BYTES_MAX = 2**20
 """A longer event is passed on in parts."""
+_EVENT_END = re.compile(rb"\n\r?\n")
 DONE_LINES = (b"data: [DONE]", b"data:[DONE]")
 LAST_EVENTS = frozenset((b"message_stop", b"response.completed", b"response.failed", b"response.incomplete", b"error"))
 """Names of the events after which nothing comes."""
@@ -35,6 +37,20 @@ async def whole_events(pieces: AsyncIterator[bytes], is_end_told: bool) -> Async
         yield held
     elif is_done(held):
         yield held.rstrip() + b"\n\n"
+
+
+def single_events(events: bytes) -> list[bytes]:
+    """The same bytes, cut after each event; what follows the last end comes last."""
+    ends = [match.end() for match in _EVENT_END.finditer(events)]
+    starts = [0, *ends]
+    cut = [events[start:end] for start, end in zip(starts, ends, strict=False)]
+    return [*cut, events[starts[-1] :]] if starts[-1] < len(events) else cut
+
+
+def event_data(event: bytes) -> bytes:
+    """What an event's `data` lines say; empty for a comment."""
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines)
 
 
 def is_done(tail: bytes) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -64,6 +64,7 @@ class GatewayMetrics:
             "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
         )
         self._count_directory(registry)
+        self._count_parity(registry)
 
     def _count_directory(self, registry: CollectorRegistry) -> None:
         self.lookup = Histogram(
@@ -80,6 +81,38 @@ class GatewayMetrics:
             "Times that lookups were paused because the directory kept giving no answer.",
             registry=registry,
         )
+
+    def _count_parity(self, registry: CollectorRegistry) -> None:
+        self.parity = Counter(
+            "warmroute_parity_total",
+            "Comparisons of the gateway's token ids with the engines': counts in answers (`usage`), chunks that "
+            "engines announce (`ids`), and, within the gateway, pieces with whole texts (`self_check`); by result.",
+            ["kind", "result"],
+            registry=registry,
+        )
+        for kind, last in (("usage", "unreported"), ("ids", "unknown"), ("self_check", "")):
+            for result in ("match", "mismatch", last):
+                if result:
+                    self.parity.labels(kind, result)
+        self.token_count_mismatches = Counter(
+            "warmroute_token_count_mismatch_total",
+            "Answers whose prompt had another number of tokens than the gateway counted.",
+            registry=registry,
+        )
+        self.approximate_buckets = Gauge(
+            "warmroute_approximate_buckets",
+            "Kinds of requests, by engine, whose prompts aren't known exactly although they should be: see /fleet.",
+            registry=registry,
+        )
+        self.degraded.labels("approximate")
+        self.replies_warmed = Counter(
+            "warmroute_replies_warmed_total",
+            "Replies considered for encoding in advance of their conversations' next turns, by result.",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("warmed", "skipped", "dropped"):
+            self.replies_warmed.labels(result)
 
 
 class EngineGauges(Collector):

@@ -126,10 +126,11 @@ class Encoders:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         cache_bytes_max: int = CACHE_BYTES_MAX,
         on_mismatch: Callable[[], object] = lambda: None,
+        on_match: Callable[[], object] = lambda: None,
     ) -> None:
         self._files, self._sleep, self._cache_bytes_max = files, sleep, cache_bytes_max
         self._pool = EncodePool()
-        self._check = SelfCheck(self._pool, on_mismatch)
+        self._check = SelfCheck(self._pool, on_mismatch, on_match)
         self._encoders: dict[FilesKey, Encoder] = {}
         self._failures: dict[FilesKey, str] = {}
         self._wanted: dict[FilesKey, tuple[str, ...]] = {}

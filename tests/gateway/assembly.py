@@ -32,6 +32,8 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
+from gateway.parity.parity import Parity
+from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
 from gateway.response_homes import ResponseHomes
 from gateway.stored_responses import StoredResponses
@@ -138,14 +140,17 @@ async def gateway_for(
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
+        parity = Parity(fleet, seen, encoders, SelfChecks(metrics), metrics, clock)
+        comparing = asyncio.create_task(parity.run())
+        stack.callback(comparing.cancel)
         homes, sender = ResponseHomes(clock), IdsSender(upstream, probe)
-        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, metrics, clock, homes)
+        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, parity, metrics, clock, homes)
         stored = StoredResponses(homes, fleet, upstream)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         admin = create_admin_api(
-            completion, fleet, lookup, encoders, probe, ledger, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, encoders, probe, ledger, parity, metrics, lambda: False, body_bytes_max
         )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe)
