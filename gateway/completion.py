@@ -242,7 +242,7 @@ class Completion:
         answer: Answer | None = None
         try:
             async with self._unless_lost(view.engine, may_retry):
-                answer = await self._sender.send(view, incoming.path, incoming.headers, request, prepared.encoding)
+                answer = await self._sender.send(view, incoming.path, incoming.headers, prepared.encoding, request)
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:

@@ -20,10 +20,12 @@ class IdsSender:
         self._sent = 0
 
     async def send(
-        self, view: EngineView, path: str, headers: Headers, request: InferenceRequest, encoding: Encoding
+        self, view: EngineView, path: str, headers: Headers, encoding: Encoding | None, request: InferenceRequest
     ) -> Answer:
-        """See `Upstream.send`. An engine that refuses the request is asked again without ids, so that what it says is
-        about what the client sent; if it takes it then, it gets no ids any more.
+        """See `Upstream.send`. `encoding` is what is believed to be the engine's; without one it gets text.
+
+        An engine that refuses the request is asked again without ids, so that what it says is about what the client
+        sent; if it takes it then, it gets no ids any more.
         """
         url, plain = view.url + path, request.body
         body = self._body_for(view, request, encoding)
@@ -31,6 +33,7 @@ class IdsSender:
             return await self._upstream.send(url, headers, plain, view.api_key)
         answer = await self._upstream.send(url, headers, body, view.api_key)
         if answer.status not in REFUSALS:
+            answer.has_ids = True
             return answer
         answer.close()
         answer = await self._upstream.send(url, headers, plain, view.api_key)
@@ -38,8 +41,8 @@ class IdsSender:
             self._probe.note_refusal(view, request.endpoint)
         return answer
 
-    def _body_for(self, view: EngineView, request: InferenceRequest, encoding: Encoding) -> bytes | None:
-        if not self._probe.takes(view, request.endpoint) or view.registration is None:
+    def _body_for(self, view: EngineView, request: InferenceRequest, encoding: Encoding | None) -> bytes | None:
+        if encoding is None or view.registration is None or not self._probe.takes(view, request.endpoint):
             return None
         body = body_with_ids(request, view.registration.renderer, encoding, view.registration.context_tokens)
         self._sent += body is not None

@@ -63,6 +63,8 @@ class Answer:
         self._response, self._timeouts = response, timeouts
         self.status = response.status
         self.first = first
+        self.has_ids = False
+        """Whether its prompt was sent as token ids: then its count of them is the gateway's own."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The end-to-end headers, in their order and case."""
