@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,19 +28,16 @@ from gateway.openai_schema import (
     RESPONSES,
     parse_request,
 )
-from nodeagent.engines.reference.loaded_model import load
-from nodeagent.engines.reference.server import create_app
 from tests import bad_input
 from tests.gateway import mock_engine as mock
 from tests.gateway.api_answers import PROMPTS, STREAMED, answer_in_shape, events_of, named, whole_of
-from tests.gateway.assembly import TEMPLATE, ByteBackend, TestGateway, gateway_for, serving
+from tests.gateway.assembly import TEMPLATE, ByteBackend, TestGateway, gateway_for
 from tests.gateway.byte_engine import ByteEngine
 from tests.gateway.encoding_rows import ASKED, KINDS, table
 from tests.gateway.mock_engine import MockEngine
+from tests.gateway.real_engine import real_engine
 from tests.gateway.samples import MODEL
 from tests.gateway.views import view
-from tests.nodeagent.engines import tiny_model
-from tests.nodeagent.engines.fakes import build_service
 
 EXPLAIN = {"x-warmroute-explain": "1"}
 
@@ -84,14 +82,11 @@ async def test_every_endpoint_is_answered_whole_and_as_a_stream(client: httpx.As
 
 
 async def test_a_real_engine_answers_every_row_or_refuses_it_in_its_own_words(
-    client: httpx.AsyncClient, tmp_path: Any
+    client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    path = tiny_model.write_gguf(tmp_path / "tiny.gguf")
-    loaded = load(path, MODEL, threads=1, chunk_tokens=tiny_model.CHUNK_TOKENS)
-    service = build_service(loaded)
-    async with service.running(), serving(create_app(service)) as url:
+    async with real_engine(tmp_path) as (url, encoder):
         engine: Any = SimpleNamespace(name="a", url=url)
-        async with gateway_for([engine]) as gateway:
+        async with gateway_for([engine], encoder=encoder) as gateway:
             statuses = set()
             for (endpoint, prompt), (_, several) in ASKED.items():
                 for fields in several:
