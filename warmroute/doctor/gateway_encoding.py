@@ -1,6 +1,7 @@
 """The gateway's own way from a request to token ids, for any engine: its renderer and tokenizer, from its files."""
 
 import asyncio
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class OwnEncodings:
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files, self._pool, self._lock = files, EncodePool(), asyncio.Lock()
-        self._made: dict[tuple[str, str], OwnEncoding] = {}
+        self._made: dict[tuple[str, tuple[tuple[str, bytes], ...]], OwnEncoding] = {}
 
     async def of(self, patient: Patient, kind: str | None) -> OwnEncoding:
         """For an engine of this kind. Raises `NoEncoding`."""
@@ -65,7 +66,7 @@ class OwnEncodings:
             raise NoEncoding("its kind isn't known; give --kind vllm, sglang or reference", is_fault=False)
         async with self._lock:
             contents = await self._contents(patient)
-            key = kind, str(sorted(patient.registration.tokenizer_files.items()) if patient.registration else patient)
+            key = kind, tuple(sorted((name, hashlib.sha256(each).digest()) for name, each in contents.items()))
             if key not in self._made:
                 self._made[key] = await self._make(kind, contents)
             return self._made[key]
