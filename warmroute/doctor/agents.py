@@ -7,11 +7,10 @@ from urllib.parse import urlsplit
 
 from warmroute.doctor.clocks import UNSURE_S, Reading
 from warmroute.doctor.finding import Finding, note, right, unknown, wrong
-from warmroute.doctor.reader import Reader, Reply, Unanswered
+from warmroute.doctor.reader import LOOK_S, Reader, Reply, Unanswered
 
 AGENTS = "agents"
 NOBODY = "no-such-engine-asked-by-the-doctor"
-NEARLY_FULL = 0.97
 
 
 async def look_at_agent(
@@ -105,7 +104,7 @@ async def _guard(reader: Reader, host: str, url: str) -> list[Finding]:
     """Whether anybody may reset and forget: asked of an engine that isn't there."""
     if is_loopback(url):
         return []
-    reply = await reader.post(f"{url}/engines/{NOBODY}/reset_prefix_cache", {})
+    reply = await reader.post(f"{url}/engines/{NOBODY}/reset_prefix_cache", {}, LOOK_S)
     if reply.status == 401:
         return []
     if reply.status == 404:

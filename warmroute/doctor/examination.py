@@ -155,16 +155,14 @@ class _Examination:
     async def _engine(self, patient: Patient, table: Mapping[str, Any] | None) -> None:
         async with self._at_once:
             try:
-                async with asyncio.timeout(LOOK_S):
-                    reader = Reader(self._reader.http, patient.headers)
-                    served = await look_at_served(reader, patient)
-                    self._clocks += _date_of(patient.name, await reader.get(f"{patient.url}/health"))
-            except (Unanswered, TimeoutError) as error:
-                says = str(error) or f"{patient.url} doesn't answer within {LOOK_S:g} s"
+                reader = Reader(self._reader.http, patient.headers)
+                served = await look_at_served(reader, patient)
+                self._clocks += _date_of(patient.name, await reader.get(f"{patient.url}/health"))
+            except Unanswered as error:
                 finding = (
-                    wrong(SETTINGS, patient.name, says, "see whether the engine runs, and its log")
+                    wrong(SETTINGS, patient.name, str(error), "see whether the engine runs, and its log")
                     if patient.registration is not None
-                    else failed(SETTINGS, patient.name, says)
+                    else failed(SETTINGS, patient.name, str(error))
                 )
                 self._findings.append(finding)
                 return

@@ -1,5 +1,6 @@
 """How the doctor asks: HTTP with a bound on every question's time and every answer's size, and what an answer tells."""
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ import httpx
 from warmroute.directory_tables import printable
 
 CONNECT_S = 3.0
-ANSWER_S = 60.0
-"""A question's time; an engine on a busy CPU computes a few hundred tokens in it."""
+LOOK_S = 10.0
+"""What a page may take."""
+ANSWER_S = 90.0
+"""What an answer may take; an engine on a busy CPU computes a few hundred tokens in it."""
 ANSWER_BYTES_MAX = 16 * 2**20
 SAID_CHARS_MAX = 200
 
@@ -59,18 +62,25 @@ class Reader:
     def __init__(self, http: httpx.AsyncClient, headers: Mapping[str, str] | None = None) -> None:
         self.http, self._headers = http, dict(headers or {})
 
-    async def get(self, url: str) -> Reply:
-        """Ask for a page."""
-        return await self._ask("GET", url, None)
+    async def get(self, url: str, wait_s: float = LOOK_S) -> Reply:
+        """Ask for a page, for at most `wait_s`."""
+        return await self._bounded("GET", url, None, wait_s)
 
-    async def post(self, url: str, body: Mapping[str, Any]) -> Reply:
-        """Send a JSON object."""
-        return await self._ask("POST", url, json.dumps(body).encode())
+    async def post(self, url: str, body: Mapping[str, Any], wait_s: float = ANSWER_S) -> Reply:
+        """Send a JSON object, and wait for at most `wait_s`."""
+        return await self._bounded("POST", url, json.dumps(body).encode(), wait_s)
+
+    async def _bounded(self, method: str, url: str, content: bytes | None, wait_s: float) -> Reply:
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._ask(method, url, content)
+        except TimeoutError:
+            raise Unanswered(f"{url} doesn't answer within {wait_s:g} s") from None
 
     async def _ask(self, method: str, url: str, content: bytes | None) -> Reply:
         headers = self._headers | ({"content-type": "application/json"} if content is not None else {})
         sent_s, data = time.time(), bytearray()
-        wait = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+        wait = httpx.Timeout(None, connect=CONNECT_S)
         try:
             async with self.http.stream(method, url, content=content, headers=headers, timeout=wait) as answer:
                 at_s = (sent_s + time.time()) / 2
