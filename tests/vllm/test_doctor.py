@@ -32,7 +32,7 @@ def test_an_engine_that_is_well_is_right(reports: dict[str, Report]) -> None:
     assert report.status == 0
     assert "21 requests compared" in report.words("ids", "right")
     assert "19 id for id" in report.words("ids", "right")
-    assert "256 were cached the second time" in report.words("cache", "right")
+    assert "288 were cached the second time" in report.words("cache", "right")
     assert "prefix caching on, blocks of 32 tokens, sha256" in report.words("settings", "right")
 
 
