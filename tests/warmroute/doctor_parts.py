@@ -93,17 +93,24 @@ class Parts:
             service = build_service(loaded, engine=name, url=url, door=door, gpu_chunks=GPU_CHUNKS, use_cache=use_cache)
             change(service)
             app = create_app(service)
-            config = uvicorn.Config(
-                app if change_app is None else change_app(app),
-                log_config=None,
-                access_log=False,
-                date_header=change_app is None,
-            )
-            server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-            with self._running(server.serve(sockets=[listener]), lambda: setattr(server, "should_exit", True)):
-                until(lambda: server.started, WAIT_S, "the engine serves")
+            with self._served(app if change_app is None else change_app(app), listener, change_app is None):
                 yield url
+
+    @contextlib.contextmanager
+    def app(self, app: Any) -> Iterator[str]:
+        """Any application that serves. Gives its URL."""
+        with socket.create_server(("127.0.0.1", 0)) as listener, self._served(app, listener, True):
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    @contextlib.contextmanager
+    def _served(self, app: Any, listener: socket.socket, tells_date: bool) -> Iterator[None]:
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="auto", date_header=tells_date)
+        )
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        with self._running(server.serve(sockets=[listener]), lambda: setattr(server, "should_exit", True)):
+            until(lambda: server.started, WAIT_S, "the application serves")
+            yield
 
     @contextlib.contextmanager
     def agent(self, config: AgentConfig) -> Iterator[str]:

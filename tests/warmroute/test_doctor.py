@@ -299,3 +299,64 @@ def test_functions_that_arent_loaded_and_rights_that_lack_are_found() -> None:
     assert report.status == 1
     assert "functions aren't loaded" in report.words("directory")
     assert "warmroute directory load" in report.words("directory")
+
+
+class Strange:
+    """Answers every path, each time with the next of these bodies."""
+
+    BODIES = (
+        b"",
+        b"[]",
+        b"1",
+        b'"x"',
+        b"{",
+        b'{"data": [{"id": "m"}]}',
+        b"\xff",
+        b"[" * 10_000,
+        b"vllm:cache_config_info{ 1",
+        b'{"engines": [1, {}, {"url": []}], "hosts": {}}',
+        b'{"data": 5, "tiers": {"nvme": {"drives": [1]}}, "unix_time_s": "x"}',
+        b'{"tokens": ["x"], "usage": 5, "choices": {}, "tiers": [], "engines": [{"engine": {}}], "version": 1}',
+    )
+
+    def __init__(self, keeps: dict[str, bytes]) -> None:
+        self._keeps, self._count = keeps, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        self._count += 1
+        body = self._keeps.get(scope["path"]) or self.BODIES[self._count % len(self.BODIES)]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"date", b"never")]})
+        await send({"type": "http.response.body", "body": body})
+
+
+def test_strange_answers_are_findings(ward: Ward) -> None:
+    strange = Strange({"/v1/models": b'{"data": [5, {"id": 5}, {"id": "m", "max_model_len": "x"}]}'})
+    with ward.parts.app(strange) as url:
+        for kind in ("vllm", "sglang", "reference") * 2:
+            parts = ("--engine", url, "--admin", url, "--agent", url, "--kind", kind)
+            checks = ("settings", "cache", "agents", "gateway", "clocks")
+            report = doctor(*parts, *(word for check in checks for word in ("--only", check)))
+            assert report.status in (1, 2)
+            assert all(each["says"] for each in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "say what to look at"),
+        (("--gateway", "http://gateway"), "has no port"),
+        (("--engine", "10.0.0.5:8000"), "--engine 10.0.0.5:8000: must be http://host:port"),
+        (("--engine", "http://e:1", "--tokenizer", "/nowhere"), "--tokenizer /nowhere is no folder"),
+        (("--directory", "http://d"), "redis://"),
+    ],
+)
+def test_senseless_questions_are_refused_in_one_sentence(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("warmroute doctor: ")
+    assert says in error
+    assert error.count("\n") == 1

@@ -22,8 +22,8 @@ async def look_at_agent(
         status = reply.table()
     except Unanswered as error:
         mend = (
-            "see that the agent runs, that listen.bind isn't loopback where gateways are elsewhere, that listen.url "
-            "is an address that they reach, and that no firewall stands between"
+            "see that the agent runs and is reachable from here, that listen.bind isn't loopback where gateways are "
+            "elsewhere, that listen.url is an address that they reach, and that no firewall stands between"
         )
         return [wrong(AGENTS, host, f"can't be reached, so it serves no tokenizer files: {error}", mend)], None
     findings = [*_place(host, url, is_fleet_elsewhere), *check_status(host, status)]

@@ -28,7 +28,7 @@ from warmroute.doctor.engine_ids import EngineIds
 from warmroute.doctor.engine_settings import SETTINGS, check_settings
 from warmroute.doctor.finding import CHECKS, Finding, failed, unknown, wrong
 from warmroute.doctor.gateway_encoding import OwnEncodings
-from warmroute.doctor.gateways import GATEWAY, NAME, look_at_gateway
+from warmroute.doctor.gateways import GATEWAY, NAME, look_at_gateway, rows_of
 from warmroute.doctor.identities import check_engines, check_table, check_versions
 from warmroute.doctor.patient import Patient, Served, look_at_served
 from warmroute.doctor.reader import Reader, Reply, Unanswered
@@ -160,7 +160,12 @@ class _Examination:
                 self._clocks += _date_of(patient.name, await reader.get(f"{patient.url}/health"))
             except Unanswered as error:
                 finding = (
-                    wrong(SETTINGS, patient.name, str(error), "see whether the engine runs, and its log")
+                    wrong(
+                        SETTINGS,
+                        patient.name,
+                        str(error),
+                        "see whether it runs, and is to be reached from here at the URL that it registers",
+                    )
                     if patient.registration is not None
                     else failed(SETTINGS, patient.name, str(error))
                 )
@@ -211,9 +216,10 @@ def _parts(
         patients[registration.url] = Patient(
             registration.engine, registration.url, registration, agent_url, api_key=asked.api_key
         )
-    for row in (table or {}).get("engines") or ():
-        if row.get("registration") is None and row.get("url") not in patients:
-            patients[row["url"]] = Patient(str(row.get("engine")), row["url"], api_key=asked.api_key)
+    for row in rows_of(table or {}, "engines"):
+        url = row.get("url")
+        if row.get("registration") is None and isinstance(url, str) and url not in patients:
+            patients[url] = Patient(str(row.get("engine")), url, api_key=asked.api_key)
     return list(patients.values()), agents
 
 
@@ -229,9 +235,10 @@ def _of_members(members: Sequence[Member]) -> _Found:
 
 def _of_table(table: Mapping[str, Any]) -> _Found:
     """The same of `/fleet`. Rows of another release that can't be read are engines without an agent."""
-    agents = {str(row["host"]): str(row["agent_url"]) for row in table.get("hosts") or () if row.get("state") == "live"}
+    live = [row for row in rows_of(table, "hosts") if row.get("state") == "live"]
+    agents = {str(row.get("host")): str(row.get("agent_url")) for row in live}
     engines: list[tuple[EngineRegistration, str | None]] = []
-    for row in table.get("engines") or ():
+    for row in rows_of(table, "engines"):
         try:
             registration = decode_registration(json.dumps(row.get("registration")).encode())
         except UnreadableMember:

@@ -38,7 +38,7 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
     lookups = str(table.get("lookups"))
     if lookups not in ("ok", "none yet"):
         findings.append(wrong(GATEWAY, NAME, f"lookups: {lookups}", "see the directory's findings, and its latency"))
-    engines = table.get("engines") or []
+    engines = rows_of(table, "engines")
     if not engines:
         findings.append(
             wrong(GATEWAY, NAME, "it knows no engine", "start agents and engines, with its directory and prefix")
@@ -48,6 +48,12 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
         says = f"{len(engines)} engines ready, encoded exactly and believed; directory and lookups ok"
         findings.append(right(GATEWAY, NAME, says))
     return findings
+
+
+def rows_of(table: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The rows of a part of `/fleet`; what isn't a row is passed over."""
+    rows = table.get(name)
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def check_engine(row: Mapping[str, Any]) -> list[Finding]:

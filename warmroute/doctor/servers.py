@@ -16,7 +16,9 @@ from warmroute.doctor.finding import Finding, failed, note, right, unknown, wron
 DIRECTORY = "directory"
 LOOKUP_SLOW_S, LOOKUP_LATE_S = 0.005, 0.05
 """The shortest deadline of a gateway's lookup, and the longest: what takes longer than that is never used."""
-CONFIGURED = ("save", "appendonly", "timeout", "cluster-enabled", "cluster-require-full-coverage")
+CONFIGURED = (
+    "save", "appendonly", "timeout", "protected-mode", "requirepass", "cluster-enabled", "cluster-require-full-coverage"
+)  # fmt: skip
 
 
 def check_statistics(statistics: DirectoryStatistics) -> list[Finding]:
@@ -105,6 +107,10 @@ async def _settings(node: ServerNode) -> list[Finding]:
     if settings.get("timeout", "0") != "0":
         says = f"it closes connections that rest for {settings['timeout']} s: lookups after a pause must connect first"
         findings.append(note(DIRECTORY, node.name, says, "CONFIG SET timeout 0"))
+    if settings.get("protected-mode") == "no" and not settings.get("requirepass"):
+        says = "it has no password, and protected-mode is off: whoever reaches it may read and write"
+        mend = "give it a password or ACL users (directory/README.md), or keep it behind a firewall"
+        findings.append(note(DIRECTORY, node.name, says, mend))
     is_cluster = settings.get("cluster-enabled") == "yes"
     if is_cluster and settings.get("cluster-require-full-coverage") == "yes":
         says = "when one shard is lost, all the others refuse to answer"

@@ -45,7 +45,7 @@ async def check_ids(encodings: OwnEncodings, asked: EngineIds, patient: Patient,
         says = f"{len(equal)} requests compared: the gateway's tokens are the engine's ({exactly} id for id, "
         findings.append(right(IDS, patient.name, f"{says}{len(equal) - exactly} by their count)"))
     elif not findings:
-        findings.append(unknown(IDS, patient.name, "the engine refuses every request that the gateway can encode"))
+        findings.append(unknown(IDS, patient.name, "nothing could be compared"))
     return [*findings, *_uncompared(patient.name, compared), *_time(own, patient.name)]
 
 
