@@ -342,6 +342,30 @@ def test_strange_answers_are_findings(ward: Ward) -> None:
             assert all(each["says"] for each in report.findings)
 
 
+def locked(app: Any) -> Callable[..., Any]:
+    """The application behind a key."""
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and (b"authorization", b"Bearer sesame") not in scope["headers"]:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+        else:
+            await app(scope, receive, send)
+
+    return guarded
+
+
+def test_an_engine_that_asks_for_a_key_is_given_it(ward: Ward, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    with ward.parts.engine(ward.loaded, change_app=locked) as url:
+        without = doctor("--engine", url, "--only", "settings", "--only", "cache")
+        given = doctor("--engine", url, "--only", "cache", "--api-key-file", str(key))
+    assert without.status == 2
+    assert "it asks for a key: --api-key-file" in without.words("settings", "not checked")
+    assert given.status == 0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

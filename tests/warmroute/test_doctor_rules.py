@@ -7,7 +7,7 @@ import pytest
 from directory.members import HostRegistration, Load, Member, draw_incarnation
 from directory.server_report import ServerReport
 from tests.gateway.samples import IDENTITY, engine_registration
-from warmroute.doctor.agents import check_status, is_loopback
+from warmroute.doctor.agents import check_place, check_status, is_loopback
 from warmroute.doctor.cache_use import Answered, judge
 from warmroute.doctor.clocks import Reading, check_clocks
 from warmroute.doctor.difference import difference
@@ -236,6 +236,12 @@ def test_a_loopback_is_known(url: str) -> None:
     assert is_loopback(url)
     assert not is_loopback("http://10.0.0.1:1")
     assert not is_loopback("http://gateway:1")
+
+
+def test_an_agent_that_registers_loopback_in_a_fleet_of_many_machines_is_found() -> None:
+    assert check_place("h", "http://127.0.0.1:1", is_fleet_elsewhere=False) == []
+    assert check_place("h", "http://10.0.0.1:1", is_fleet_elsewhere=True) == []
+    assert "set listen.bind and listen.url" in check_place("h", "http://127.0.0.1:1", True)[0].mend
 
 
 R, N, W = right("ids", "a", "well"), note("ids", "a", "odd", "change"), wrong("ids", "a", "bad", "mend it")

@@ -26,7 +26,7 @@ async def look_at_agent(
             "elsewhere, that listen.url is an address that they reach, and that no firewall stands between"
         )
         return [wrong(AGENTS, host, f"can't be reached, so it serves no tokenizer files: {error}", mend)], None
-    findings = [*_place(host, url, is_fleet_elsewhere), *check_status(host, status)]
+    findings = [*check_place(host, url, is_fleet_elsewhere), *check_status(host, status)]
     findings += await _guard(reader, host, url)
     if not any(each.mend for each in findings):
         tiers = status.get("tiers") or {}
@@ -93,7 +93,8 @@ def _engine(host: str, engine: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-def _place(host: str, url: str, is_fleet_elsewhere: bool) -> list[Finding]:
+def check_place(host: str, url: str, is_fleet_elsewhere: bool) -> list[Finding]:
+    """Whether others reach the agent where it says that it is."""
     if not is_fleet_elsewhere or not is_loopback(url):
         return []
     says = f"it registers {url}, which gateways on other machines can't reach"

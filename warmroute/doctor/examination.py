@@ -159,16 +159,11 @@ class _Examination:
                 served = await look_at_served(reader, patient)
                 self._clocks += _date_of(patient.name, await reader.get(f"{patient.url}/health"))
             except Unanswered as error:
-                finding = (
-                    wrong(
-                        SETTINGS,
-                        patient.name,
-                        str(error),
-                        "see whether it runs, and is to be reached from here at the URL that it registers",
-                    )
-                    if patient.registration is not None
-                    else failed(SETTINGS, patient.name, str(error))
-                )
+                mend = "see whether it runs, and is to be reached from here at the URL that it registers"
+                has_key = "answered 401" not in str(error)
+                is_due = patient.registration is not None and has_key
+                says = (SETTINGS, patient.name, str(error), mend if has_key else "it asks for a key: --api-key-file")
+                finding = wrong(*says) if is_due else failed(*says)
                 self._findings.append(finding)
                 return
             await self._checks(reader, patient, served, table)
