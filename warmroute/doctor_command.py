@@ -14,7 +14,7 @@ from directory.errors import DirectoryError
 from directory.server_url import check_server_url
 from gateway.config import DirectoryConfig, EngineConfig, GatewayConfig, Section, cache_folder
 from nodeagent.config import AgentConfig
-from warmroute.configuration import ConfigurationError, load
+from warmroute.configuration import ConfigurationError, load, set_up_logging
 from warmroute.doctor.examination import Asked, examine
 from warmroute.doctor.finding import CHECKS, exit_status
 from warmroute.doctor.page import as_page, as_rows, summary
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(options: argparse.Namespace) -> int:
     """Examine and print. Trouble with what was asked is one sentence on stderr, and 2."""
+    set_up_logging("error")  # what is warned of is found
     try:
         asked = _asked(options)
         findings = asyncio.run(examine(asked))
