@@ -227,6 +227,9 @@ def test_a_gateway_tells_of_its_engines() -> None:
         assert found.verdict is Verdict.WRONG
         assert found.says.startswith(says)
     assert check_fleet(table | {"engines": []})[0].says == "it knows no engine"
+    bucket = {"engine": "e", "endpoint": "/v1/chat/completions", "tools": True, "state": "approximate", "reason": "ids"}
+    (found,) = check_fleet(table | {"parity": {"buckets": [{"state": "exact"}, bucket]}})
+    assert found.says == "/v1/chat/completions tools: answers differ from what is encoded (ids)"
     (found,) = check_degraded('warmroute_degraded_total{reason="not_encoded_tools"} 3.0\n')
     assert found.says.endswith("not_encoded_tools 3")
 

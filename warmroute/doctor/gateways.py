@@ -44,6 +44,7 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
             wrong(GATEWAY, NAME, "it knows no engine", "start agents and engines, with its directory and prefix")
         )
     findings += [finding for row in engines for finding in check_engine(row)]
+    findings += check_parity(table.get("parity"))
     if not findings:
         says = f"{len(engines)} engines ready, encoded exactly and believed; directory and lookups ok"
         findings.append(right(GATEWAY, NAME, says))
@@ -79,6 +80,18 @@ def check_engine(row: Mapping[str, Any]) -> list[Finding]:
     if "whole texts" in tokenizer or "check of encoded texts failed" in tokenizer:
         says = f"texts are encoded the dear way: {tokenizer}"
         findings.append(note(GATEWAY, name, says, "nothing is wrong with answers; report the tokenizer's family"))
+    return findings
+
+
+def check_parity(parity: Any) -> list[Finding]:
+    """Kinds of request whose answers showed another number of tokens, or whose chunks their engine didn't announce."""
+    findings = []
+    for row in rows_of(parity if isinstance(parity, Mapping) else {}, "buckets"):
+        if row.get("state") == "approximate":
+            kind = " ".join(word for word in ("tools", "reasoning") if row.get(word))
+            says = f"{row.get('endpoint')} {kind}: answers differ from what is encoded ({row.get('reason')})"
+            mend = "see what `ids` finds of this engine: its template, tokenizer or flags aren't those of its files"
+            findings.append(wrong(GATEWAY, str(row.get("engine")), says, mend))
     return findings
 
 
