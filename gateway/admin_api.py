@@ -71,6 +71,11 @@ def create_admin_api(
             "engines": [_engine_row(view, fleet, ledger, encoders, probe) for _, view in sorted(table.engines.items())],
         }
 
+    _add_explanation(api, completion, body_bytes_max)
+    return api
+
+
+def _add_explanation(api: FastAPI, completion: Completion, body_bytes_max: int) -> None:
     @api.post("/route/explain")
     async def explain_route(request: Request, endpoint: str = "") -> Response:
         """What would become of a request: every candidate with each term; nothing is sent.
@@ -85,8 +90,6 @@ def create_admin_api(
         except GatewayError as error:
             return Response(error.body(), error.status, media_type="application/json")
         return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
-
-    return api
 
 
 def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from pydantic import SecretStr
 
 from directory.tiers import Tier
 from gateway.audit import StreamTail
+from gateway.config import EngineConfig
 from gateway.context_guard import refuse_too_long
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer, unencoded
@@ -285,3 +287,15 @@ async def test_counting_tokens_is_no_prefill(one: tuple[MockEngine, TestGateway]
     answer = await client.post(gateway.url + COUNT_TOKENS, json=body(COUNT_TOKENS), headers=EXPLAIN)
     assert answer.headers["x-warmroute-encoding"] == "affinity"
     assert gateway.count("warmroute_degraded_total", reason="not_encoded_endpoint") == 1
+
+
+async def test_a_clients_key_is_not_shown_to_an_engine_that_has_its_own(client: httpx.AsyncClient) -> None:
+    async with MockEngine("a", answer_in_shape) as a, MockEngine("b", answer_in_shape) as b:
+        static = [EngineConfig(url=a.url, name="a", api_key=SecretStr("secret")), EngineConfig(url=b.url, name="b")]
+        async with gateway_for([], static=static) as gateway:
+            for number in range(8):
+                headers = {"x-api-key": "clients", "x-session-id": str(number)}
+                await client.post(gateway.url + MESSAGES, json=body(MESSAGES), headers=headers)
+            seen = {(seen.get("authorization"), seen.get("x-api-key")) for _, seen in a.received}
+            assert seen == {("Bearer secret", None)}
+            assert {seen.get("x-api-key") for _, seen in b.received} == {"clients"}
