@@ -1,12 +1,14 @@
 """The admin API on its own port: the fleet as JSON, probes, metrics. FastAPI describes it at `/openapi.json`."""
 
+import time
+from importlib.metadata import version
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from directory.members import HostRegistration, Member
+from directory.members import HostRegistration, Member, encode_registration
 from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
@@ -63,11 +65,18 @@ def create_admin_api(
         """Hosts and engines: state, tiers, what is booked, how exactly each is encoded and by what its answers say."""
         hosts, engines = sorted(fleet.table.hosts.items()), sorted(fleet.table.engines.items())
         return _directory_row(fleet, lookup) | {
+            "version": version("warmroute"),
+            "unix_time_s": time.time(),
             "hosts": [_host_row(name, member) for name, member in hosts],
             "engines": [_engine_row(view, fleet, ledger, encoders, probe) for _, view in engines],
             "parity": parity.rows(),
         }
 
+    _add_explanation(api, completion, body_bytes_max)
+    return api
+
+
+def _add_explanation(api: FastAPI, completion: Completion, body_bytes_max: int) -> None:
     @api.post("/route/explain")
     async def explain_route(request: Request, endpoint: str = "") -> Response:
         """What would become of a request: every candidate with each term; nothing is sent.
@@ -82,8 +91,6 @@ def create_admin_api(
         except GatewayError as error:
             return Response(error.body(), error.status, media_type="application/json")
         return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
-
-    return api
 
 
 def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
@@ -184,5 +191,6 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
             "chunk_tokens": registration.chunk_tokens,
             "key_scheme": registration.key_scheme,
             "fleet_digest": registration.identity.fleet_digest().hex(),
+            "registration": orjson.loads(encode_registration(registration)),
         }
     return row

@@ -1,4 +1,4 @@
-"""What engines answer at each endpoint, whole and as a stream, in the shapes of vLLM 0.32."""
+"""What engines answer at each endpoint, whole and as a stream, in the shapes of vLLM 0.32, without usage."""
 
 from typing import Any
 
@@ -33,8 +33,7 @@ def named(name: str, **fields: Any) -> bytes:
 
 
 def response(response_id: str, text: str) -> dict[str, Any]:
-    usage = {"input_tokens": 9, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 0}}
-    return {"id": response_id, "object": "response", "status": "completed", "output_text": text, "usage": usage}
+    return {"id": response_id, "object": "response", "status": "completed", "output_text": text}
 
 
 def events_of(endpoint: str, response_id: str = "resp_1", text: str = "abc") -> tuple[bytes, ...]:
@@ -49,12 +48,11 @@ def events_of(endpoint: str, response_id: str = "resp_1", text: str = "abc") -> 
             named("response.completed", response=response(response_id, text), sequence_number=2 + len(text)),
         )
     if endpoint == MESSAGES:
-        usage = {"input_tokens": 9, "output_tokens": 0}
         deltas = (named("content_block_delta", index=0, delta={"type": "text_delta", "text": each}) for each in text)
         return (
-            named("message_start", message={"id": "msg_1", "role": "assistant", "content": [], "usage": usage}),
+            named("message_start", message={"id": "msg_1", "role": "assistant", "content": []}),
             *deltas,
-            named("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 3}),
+            named("message_delta", delta={"stop_reason": "end_turn"}),
             named("message_stop"),
         )
     return (*(event(number) for number in range(len(text))), DONE)
@@ -66,7 +64,7 @@ def whole_of(endpoint: str, engine: str, response_id: str = "resp_1") -> dict[st
         return {**response(response_id, "ok"), "engine": engine}
     if endpoint in ANTHROPICS:
         return {"type": "message", "content": [{"type": "text", "text": "ok"}], "engine": engine}
-    return {"engine": engine, "usage": {"prompt_tokens": 9}}
+    return {"engine": engine}
 
 
 async def answer_in_shape(engine: MockEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

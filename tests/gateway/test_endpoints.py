@@ -2,15 +2,18 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+from pydantic import SecretStr
 
 from directory.tiers import Tier
 from gateway.audit import StreamTail
+from gateway.config import EngineConfig
 from gateway.context_guard import refuse_too_long
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer, unencoded
@@ -27,19 +30,16 @@ from gateway.openai_schema import (
     RESPONSES,
     parse_request,
 )
-from nodeagent.engines.reference.loaded_model import load
-from nodeagent.engines.reference.server import create_app
 from tests import bad_input
 from tests.gateway import mock_engine as mock
 from tests.gateway.api_answers import PROMPTS, STREAMED, answer_in_shape, events_of, named, whole_of
-from tests.gateway.assembly import TEMPLATE, ByteBackend, TestGateway, gateway_for, serving
+from tests.gateway.assembly import TEMPLATE, ByteBackend, TestGateway, gateway_for
 from tests.gateway.byte_engine import ByteEngine
 from tests.gateway.encoding_rows import ASKED, KINDS, table
 from tests.gateway.mock_engine import MockEngine
+from tests.gateway.real_engine import real_engine
 from tests.gateway.samples import MODEL
 from tests.gateway.views import view
-from tests.nodeagent.engines import tiny_model
-from tests.nodeagent.engines.fakes import build_service
 
 EXPLAIN = {"x-warmroute-explain": "1"}
 
@@ -84,14 +84,11 @@ async def test_every_endpoint_is_answered_whole_and_as_a_stream(client: httpx.As
 
 
 async def test_a_real_engine_answers_every_row_or_refuses_it_in_its_own_words(
-    client: httpx.AsyncClient, tmp_path: Any
+    client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    path = tiny_model.write_gguf(tmp_path / "tiny.gguf")
-    loaded = load(path, MODEL, threads=1, chunk_tokens=tiny_model.CHUNK_TOKENS)
-    service = build_service(loaded)
-    async with service.running(), serving(create_app(service)) as url:
+    async with real_engine(tmp_path) as (url, encoder):
         engine: Any = SimpleNamespace(name="a", url=url)
-        async with gateway_for([engine]) as gateway:
+        async with gateway_for([engine], encoder=encoder) as gateway:
             statuses = set()
             for (endpoint, prompt), (_, several) in ASKED.items():
                 for fields in several:
@@ -290,3 +287,15 @@ async def test_counting_tokens_is_no_prefill(one: tuple[MockEngine, TestGateway]
     answer = await client.post(gateway.url + COUNT_TOKENS, json=body(COUNT_TOKENS), headers=EXPLAIN)
     assert answer.headers["x-warmroute-encoding"] == "affinity"
     assert gateway.count("warmroute_degraded_total", reason="not_encoded_endpoint") == 1
+
+
+async def test_a_clients_key_is_not_shown_to_an_engine_that_has_its_own(client: httpx.AsyncClient) -> None:
+    async with MockEngine("a", answer_in_shape) as a, MockEngine("b", answer_in_shape) as b:
+        static = [EngineConfig(url=a.url, name="a", api_key=SecretStr("secret")), EngineConfig(url=b.url, name="b")]
+        async with gateway_for([], static=static) as gateway:
+            for number in range(8):
+                headers = {"x-api-key": "clients", "x-session-id": str(number)}
+                await client.post(gateway.url + MESSAGES, json=body(MESSAGES), headers=headers)
+            seen = {(seen.get("authorization"), seen.get("x-api-key")) for _, seen in a.received}
+            assert seen == {("Bearer secret", None)}
+            assert {seen.get("x-api-key") for _, seen in b.received} == {"clients"}

@@ -1,7 +1,8 @@
 """Token ids instead of text: which requests, to which engines, and what becomes of a refusal."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,23 +12,18 @@ import pytest
 
 from directory.chunks import pack_tokens
 from directory.members import draw_incarnation
-from gateway.encoding.encode_pool import EncodePool
-from gateway.encoding.encoder import Encoder, Encoding, build_renderer
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.encoder import Encoding
 from gateway.fleet import FleetTable
 from gateway.ids_body import body_with_ids
 from gateway.ids_probe import LONG_TEXT, RETRY_S, SHORT_TEXT
 from gateway.ids_sender import TEXT_EVERY
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, parse_request
-from nodeagent.engines.reference.loaded_model import load
-from nodeagent.engines.reference.server import create_app
 from tests.gateway import mock_engine as mock
 from tests.gateway.api_answers import PROMPTS
-from tests.gateway.assembly import ByteBackend, TestGateway, gateway_for, serving
+from tests.gateway.assembly import TestGateway, gateway_for
 from tests.gateway.mock_engine import MockEngine
+from tests.gateway.real_engine import real_engine
 from tests.gateway.samples import ENGINE_LOAD, MODEL, engine_registration
-from tests.nodeagent.engines import tiny_model
-from tests.nodeagent.engines.fakes import build_service
 
 IDS = [5, 6, 7]
 PROBE_IDS = list(SHORT_TEXT.encode())
@@ -68,6 +64,10 @@ async def count_text(engine: MockEngine, request: Any, fields: dict[str, Any]) -
     """Knows nothing of ids in a chat, and goes by the first of two keys."""
     text = LONG_TEXT if "prompt" in fields else text_of(fields)
     return mock.web.json_response({"usage": {"prompt_tokens": len(text.encode())}})
+
+
+async def count_nine(engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
+    return mock.web.json_response({"usage": {"prompt_tokens": 9}})
 
 
 async def render_otherwise(engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
@@ -188,7 +188,7 @@ async def test_an_engine_that_takes_ids_is_sent_them(client: httpx.AsyncClient, 
         (mock.answer_status(503), "not known yet"),
         (mock.answer_status(401), "not known yet"),
         (mock.drop_connection, "not known yet"),
-        (mock.answer_well, "has other ids for a prompt"),
+        (count_nine, "has other ids for a prompt"),
         (mock.break_off_body, "not known yet"),
     ],
     ids=["ignores", "refuses", "404", "503", "401", "drops", "other usage", "breaks off"],
@@ -300,24 +300,9 @@ async def test_an_engine_that_was_unwell_or_went_elsewhere_is_probed_anew() -> N
             assert not gateway.probe.takes(view, CHAT)
 
 
-class EnginesBackend(ByteBackend):
-    """The reference engine's own tokenizer."""
-
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = encode
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
-        return pack_tokens(self._encode(text))
-
-
-async def test_sent_ids_give_a_real_engines_same_answer(client: httpx.AsyncClient, tmp_path: Any) -> None:
-    path = tiny_model.write_gguf(tmp_path / "tiny.gguf")
-    loaded = load(path, MODEL, threads=1, chunk_tokens=tiny_model.CHUNK_TOKENS)
-    service, pool = build_service(loaded), EncodePool()
-    renderer = build_renderer("reference", loaded.files.as_mapping())
-    encoder = Encoder(WholeTexts(EnginesBackend(loaded.tokenizer.encode), pool, "for tests"), renderer, 100)
+async def test_sent_ids_give_a_real_engines_same_answer(client: httpx.AsyncClient, tmp_path: Path) -> None:
     asked = {"model": MODEL, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "prompt": "hello world"}
-    async with service.running(), serving(create_app(service)) as url:
+    async with real_engine(tmp_path) as (url, encoder):
         engine: Any = SimpleNamespace(name="a", url=url)
         plain = (await client.post(url + COMPLETIONS, json=asked)).json()
         async with gateway_for([engine], sends_ids=True, encoder=encoder) as gateway:
@@ -330,4 +315,3 @@ async def test_sent_ids_give_a_real_engines_same_answer(client: httpx.AsyncClien
                 direct = await client.post(url + COMPLETIONS, json={**asked, **odd})
                 assert (refused.status_code, refused.json()) == (400, direct.json())
             assert await fleet_rows(gateway) == {"a": {COMPLETIONS: "taken"}}
-    pool.close()
