@@ -6,7 +6,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import httpx
 import uvicorn
@@ -84,22 +85,33 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
-        async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher, probe)]
-            servers = [
-                tasks.create_task(data.serve(sockets=[data_socket])),
-                tasks.create_task(admin.serve(sockets=[admin_socket])),
-            ]
-            listen = config.listen
-            logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-            ready()
-            await stop.wait()
-            data.should_exit = True
-            await servers[0]
-            admin.should_exit = True
-            await servers[1]
-            for task in loops:
-                task.cancel()
+        listen = config.listen
+        logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
+        loops = (fleet, encoders, prefetcher, probe)
+        await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
+
+
+class _Loop(Protocol):
+    async def run(self) -> None: ...
+
+
+async def _run_until_stopped(
+    loops: Sequence[_Loop],
+    doors: Sequence[tuple[uvicorn.Server, socket.socket]],
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+) -> None:
+    """Run them all; then end the servers, one after the other, and the loops."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(loop.run()) for loop in loops]
+        serving = [(server, tasks.create_task(server.serve(sockets=[door]))) for server, door in doors]
+        ready()
+        await stop.wait()
+        for server, task in serving:
+            server.should_exit = True
+            await task
+        for task in running:
+            task.cancel()
 
 
 def _encoders(config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics) -> Encoders:
