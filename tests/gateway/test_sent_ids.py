@@ -315,3 +315,32 @@ async def test_sent_ids_give_a_real_engines_same_answer(client: httpx.AsyncClien
                 direct = await client.post(url + COMPLETIONS, json={**asked, **odd})
                 assert (refused.status_code, refused.json()) == (400, direct.json())
             assert await fleet_rows(gateway) == {"a": {COMPLETIONS: "taken"}}
+
+
+async def test_a_count_of_sent_ids_says_nothing_and_a_prompt_that_is_not_believed_goes_as_text(
+    client: httpx.AsyncClient,
+) -> None:
+    async with MockEngine("a", count_ids) as engine, gateway_for([engine], sends_ids=True) as gateway:
+
+        async def ask() -> list[int] | None:
+            assert (await client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS))).status_code == 200
+            return ids_of(orjson.loads(engine.received[-1][0]))
+
+        def matches() -> float:
+            return gateway.count("warmroute_parity_total", kind="usage", result="match")
+
+        assert await ask() is None
+        assert matches() == 1
+        await gateway.probe.probe_all()
+        assert await ask() is not None
+        assert matches() == 1, "the engine has counted what it was sent"
+        gateway.probe.note_refusal(gateway.fleet.table.engines["a"], COMPLETIONS)
+        engine.behaviour = count_nine
+        for _ in range(20):
+            assert await ask() is None
+        gateway.fleet.note_failure("a")
+        await gateway.fleet.check_health()
+        engine.behaviour = count_ids
+        await gateway.probe.probe_all()
+        assert gateway.probe.takes(gateway.fleet.table.engines["a"], COMPLETIONS)
+        assert await ask() is None, "its bucket is approximate"
