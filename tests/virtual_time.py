@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 STARTED_AT_S = 1_000.0
 QUIET_S = 0.03
-"""How long, on the wall, nothing may come before virtual time passes. Bytes between one loop's sockets need far less."""
+"""How long, on the wall, nothing may come before virtual time passes. Bytes between sockets need far less."""
 
 Value = TypeVar("Value")
 
