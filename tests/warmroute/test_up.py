@@ -1,47 +1,15 @@
-"""`warmroute up`, as a user runs it: the demo on a real fleet, and one sentence for what stands in the way."""
+"""`warmroute up`, as a user runs it: one sentence for what stands in the way. Its demo is in tests/fleet."""
 
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.warmroute.fleets import free_port, left_behind, play_demo, refused, up
+from tests.warmroute.fleets import free_port, left_behind, refused, up
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return play_demo(tmp_path_factory.mktemp("demo"))
-
-
-def test_a_second_turn_computes_only_what_is_new(demo: list[dict[str, Any]]) -> None:
-    first, second = demo[0], demo[1]
-    assert first["prompt_tokens"] > 2_400
-    assert first["cached_tokens"] == 0
-    assert second["engine"] == first["engine"]
-    assert second["prompt_tokens"] - second["cached_tokens"] < 2 * 256
-
-
-def test_a_second_reader_goes_to_the_engine_that_holds_the_document(demo: list[dict[str, Any]]) -> None:
-    assert demo[2]["engine"] == demo[0]["engine"]
-    assert demo[2]["reason"] == "prefix"
-    assert demo[2]["cached_tokens"] >= 2_048
-
-
-def test_a_restarted_engine_hits_its_hosts_dram(demo: list[dict[str, Any]]) -> None:
-    assert demo[3]["engine"] == demo[0]["engine"]
-    assert demo[3]["tier_tokens"].startswith("dram=")
-    assert demo[3]["cached_tokens"] >= 2_048
-
-
-def test_the_prediction_is_what_the_engine_reports(demo: list[dict[str, Any]]) -> None:
-    for row in demo:
-        tiers = [] if row["tier_tokens"] == "none" else row["tier_tokens"].split(",")
-        assert sum(int(tier.split("=")[1]) for tier in tiers) == row["cached_tokens"], row
 
 
 def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
