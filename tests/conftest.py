@@ -22,7 +22,7 @@ CERTIFICATE_END = "-----END CERTIFICATE-----\n"
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Clients of HTTP trust one authority: each of hundreds would read the world's 120, for 0.1 s, to speak to nobody."""
+    """Clients of HTTP trust one authority: each of hundreds would read the world's 120, which takes 0.1 s."""
     path = tmp_path_factory.mktemp("authority") / "one.pem"
     path.write_text(Path(certifi.where()).read_text().partition(CERTIFICATE_END)[0] + CERTIFICATE_END)
     with pytest.MonkeyPatch.context() as patched:
