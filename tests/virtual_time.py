@@ -1,8 +1,9 @@
 """Event loops whose time passes only when nothing else is left to do: minutes of waiting in no time, repeatably."""
 
 import asyncio
+import functools
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 STARTED_AT_S = 1_000.0
@@ -61,6 +62,17 @@ class QuietTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._listening.now
+
+
+def in_quiet_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test, run in a `QuietTimeLoop`. What its fixtures open is another loop's."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        with asyncio.Runner(loop_factory=QuietTimeLoop) as runner:
+            runner.run(test(*arguments, **named))
+
+    return run
 
 
 def run_in_virtual_time(story: Coroutine[Any, Any, Value]) -> Value:

@@ -177,7 +177,7 @@ class _Server(uvicorn.Server):
         await self.has_to_end.wait()
 
 
-async def eventually(holds: object, bound_s: float = 5.0) -> None:
+async def eventually(holds: object, bound_s: float = 20.0) -> None:
     """Wait until `holds()` is true, at most `bound_s`."""
     async with asyncio.timeout(bound_s):
         while not holds():  # type: ignore[operator]
