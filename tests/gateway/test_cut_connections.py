@@ -92,7 +92,9 @@ def single(loop: asyncio.Runner) -> Iterator[Setting]:
 hows = st.sampled_from(["reset", "reset", "close", "close", "stall"])
 ANSWER_BYTES_MAX = max(len(answer_bytes(framing, True)) for framing in FRAMINGS) + 1
 spots = st.integers(0, ANSWER_BYTES_MAX) | st.integers(0, 200)
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 
 @FEW
