@@ -7,7 +7,7 @@ from typing import Any
 from nodeagent.client import ChunkLabel, PutResult
 from nodeagent.opened_chunk import NO_ANSWER, OpenedPiece
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 class Held:
