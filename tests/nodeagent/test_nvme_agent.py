@@ -273,8 +273,7 @@ WRITER = """
 import sys, xxhash
 from nodeagent.tiers.chunk_file import FileHeader, UNKNOWN_IDENTITY
 from nodeagent.tiers.file_store import FolderStore
-from tests.nodeagent.running import label, payload
-from warmroute.cli import main
+from tests.nodeagent.clients import label, payload
 store = FolderStore(sys.argv[1])
 store.open()
 for number in range(500):
