@@ -300,7 +300,7 @@ def test_killed_while_it_writes_it_starts_again_and_no_byte_is_wrong(tmp_path):
         store.read_into(key, memoryview(target))
         assert target == payloads[key]
     store.close()
-    with running_agent(tmp_path, dram_bytes=8 << 20, **nvme(tmp_path)) as agent:
+    with running_agent(tmp_path, dram_bytes=8 << 20, **nvme(tmp_path, files=20_000)) as agent:  # room for all 500
         eventually(lambda: not nvme_status(agent)["is_restoring"], "the index")
         assert nvme_status(agent)["chunks"] == len(files) >= 20
         assert agent.metric("warmroute_checksum_failures_total") == 0
