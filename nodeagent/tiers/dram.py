@@ -11,10 +11,12 @@ import xxhash
 
 from nodeagent.errors import MemoryShort, TierUnavailable
 from nodeagent.label_book import LabelBook
+from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.arena_memory import ArenaWish, slot_bytes_for
+from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
 from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
 from nodeagent.tiers.tombstones import Tombstones
@@ -116,6 +118,12 @@ class DramTier:
                 "bytes, sized for the engine that came first; run engines of one model and layout on a host"
             )
         return self.hierarchy
+
+    def learn(self, label: ChunkLabel) -> None:
+        """A chunk's label has become known. Where it is forgotten, what follows it is, be the chunk itself here or not."""
+        self.tombstones.meet(label, UNKNOWN_IDENTITY)
+        if self.hierarchy is not None:
+            self.hierarchy.learn(label)
 
     def account(self) -> None:
         """Bring the gauge of bytes in use, and the work-ahead eviction, up to date after a change."""

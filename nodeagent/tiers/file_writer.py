@@ -240,7 +240,7 @@ class FileWriter:
     def _learn(self, known: NvmeEntry, label: ChunkLabel) -> None:
         if not label.adds_to(known.label):
             return
-        if self._drive.tombstones.find(label, known.identity) is not None:
+        if self._drive.tombstones.meet(label, known.identity):
             self._drive.doom(known, "forgotten")
         else:
             self._drive.index.set_label(known, label)

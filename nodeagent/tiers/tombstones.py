@@ -86,7 +86,7 @@ class Tombstones:
     """All tombstones of a host. Threads may ask `find`; everything else belongs to the event loop.
 
     `revision` changes with every change. `is_grown` is set where what is indexed already may be forgotten by now:
-    another copy of the book, or a file that was found, told more.
+    another copy of the book told more, or a put, a label or a file that was found told what follows what.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, keys_max: int = KEYS_MAX) -> None:
@@ -129,10 +129,15 @@ class Tombstones:
         return None
 
     def meet(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> bool:
-        """Whether a chunk is forgotten. If so, and it doesn't show that by itself, so is what follows, from now on."""
+        """Whether a chunk is forgotten. If so, and it doesn't show that by itself, so is what follows, from now on.
+
+        What follows may be indexed already: the next search finds it.
+        """
         found = self.find(label, identity, written_at_s)
         if found is not None and not found.names_origin(identity, label.salt_tag):
+            revision = self.revision
             self.follow(found, label.storage_key[:CUT_BYTES])
+            self.is_grown |= self.revision != revision
         return found is not None
 
     def of_origin(self, identity: bytes, salt_tag: bytes | None) -> Tombstone | None:
