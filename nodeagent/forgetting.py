@@ -49,7 +49,7 @@ WITHDRAWN_KEYS_MAX = 4_096
 """Placements whose withdrawal is waited for a moment; the others follow."""
 LOOK_S = 1.0
 REST_FACTOR = 10.0
-"""A search that nobody asked for may take a tenth of the time: a busy prefix that was forgotten tells of many chunks."""
+"""A search that nobody asked for rests so much longer than it took: a busy prefix that was forgotten tells of much."""
 RETRY_S = 30.0
 DRAM, NVME = Tier.DRAM.label, Tier.NVME.label
 

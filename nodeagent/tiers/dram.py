@@ -120,7 +120,7 @@ class DramTier:
         return self.hierarchy
 
     def learn(self, label: ChunkLabel) -> None:
-        """A chunk's label has become known. Where it is forgotten, what follows it is, be the chunk itself here or not."""
+        """A label has become known. Where it is forgotten, so is what follows, be its own chunk here or not."""
         self.tombstones.meet(label, UNKNOWN_IDENTITY)
         if self.hierarchy is not None:
             self.hierarchy.learn(label)

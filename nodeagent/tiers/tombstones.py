@@ -114,10 +114,14 @@ class Tombstones:
         return bool(self._by_directory_key or self._by_follower)
 
     def find(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> Tombstone | None:
-        """What forgets a chunk that was, or began to be, written then; now, if nothing is said."""
+        """What forgets a chunk that was, or began to be, written then; now, if nothing is said.
+
+        Nothing was written in the future: a clock was set back meanwhile.
+        """
         if not self._all:
             return None
-        at_s = self.now() if written_at_s is None else written_at_s
+        now = self.now()
+        at_s = now if written_at_s is None else min(written_at_s, now)
         for known in (
             self.of_origin(identity, label.salt_tag),
             self._by_directory_key.get(label.directory_key) if label.directory_key is not None else None,

@@ -1,4 +1,4 @@
-"""Labels that come apart from their chunks, after what they name was forgotten: they take it along, and what follows."""
+"""Labels that come apart from their chunks, after these were forgotten: they take them along, and what follows."""
 
 import pytest
 
