@@ -1,5 +1,6 @@
 """`POST /forget`: has the agent forget, and gives the receipt. FORGET.md documents it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def create_forget_api(
     async def forget_chunks(request: Request, response: Response) -> dict[str, Any]:
         body = await bounded_body(request, BODY_BYTES_MAX)
         try:
-            receipt = await forget(read_request(body, engines()))
+            # Off the event loop: millions of token ids are read and hashed.
+            receipt = await forget(await asyncio.to_thread(read_request, body, engines()))
         except ForgetRefused as error:
             raise HTTPException(400, str(error)) from error
         except TombstonesFull as error:

@@ -141,7 +141,8 @@ class Forgetter:
                     rest_s = await self._search_again() * REST_FACTOR
                 if waited_s >= RETRY_S:
                     waited_s = 0.0
-                    await self._retry()
+                    async with self._turn:
+                        await self._retry()
             except Exception:  # the edge of the loop: it is tried again
                 logger.exception("forgetting met a fault; trying again")
                 self._tombstones.is_grown = True
@@ -180,14 +181,15 @@ class Forgetter:
         )
         receipt = _receipt(tombstone.number.hex(), request.by, tombstone.until_s)
         receipt.host, receipt.at = self._host, _iso(now_s)
-        self._tombstones.add(tombstone)
+        replaced = self._tombstones.add(tombstone)
         try:
             keys = await self._search_and_drop(receipt, is_asked=True)
         except TombstonesFull:
-            self._tombstones.remove(tombstone)
+            self._tombstones.remove(tombstone, replaced)
             raise
         receipt.kept_in, receipt.not_kept_in = await self._keeper.save()
-        receipt.is_confirmed = bool(receipt.kept_in) or not self._drives
+        receipt.is_confirmed = self._keeper.is_safe(receipt.kept_in) and not request.is_identity_unknown
+        receipt.remains.identity_unknown = request.is_identity_unknown
         await self._dram.clean()
         receipt.remains.placements_pending = self._placements_pending()
         await self._note_remains(receipt, request, keys)
@@ -216,8 +218,8 @@ class Forgetter:
         for number in range(PASSES_MAX):
             search = await self._search()
             if is_asked and not number:
-                new = [cut for cut in search.found.followers if self._tombstones.of_follower(cut) is None]
-                self._tombstones.check_room(len(new))
+                new = sum(self._tombstones.is_new(cut, each) for cut, each in search.found.followers.items())
+                self._tombstones.check_room(new)
             for cut, tombstone in search.found.followers.items():
                 self._tombstones.follow(tombstone, cut)
             under_way |= self._under_way()
@@ -307,16 +309,18 @@ class Forgetter:
 
     async def _remove(self, doomed: _Doomed, receipt: Receipt) -> None:
         """Remove one drive's files, as far as it is still the same."""
-        drive, index = doomed.drive, doomed.index
+        drive, index, removed = doomed.drive, doomed.index, 0
         for start in range(0, len(doomed.entries), VICTIMS_PER_STEP_MAX):
             if drive.index is not index or not drive.is_up:
+                receipt.forgotten.files_removed += removed
                 return
             files = [(each.name, each.size_bytes) for each in doomed.entries[start : start + VICTIMS_PER_STEP_MAX]]
-            receipt.forgotten.files_removed += await drive.room.remove(files, index)
+            removed += await drive.room.remove(files, index)
         drive.account()
         stuck = {each.name for each in doomed.entries if each.name in drive.room.stuck}
         self._left.setdefault(drive.name, set()).update(stuck)
-        receipt.remains.files_unremoved += len(stuck)
+        receipt.forgotten.files_removed += removed
+        receipt.remains.files_unremoved += len(doomed.entries) - removed
 
     async def _note_remains(self, receipt: Receipt, request: ForgetRequest, keys: set[bytes]) -> None:
         for engine in self._roster.engines:
