@@ -117,6 +117,8 @@ def run_command(options: argparse.Namespace) -> int:
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """The body of the request. Raises `ValueError`; the agents check the rest."""
     asked: dict[str, Any] = {}
+    if options.salt_file is not None and (options.token_ids is None or options.salt_stdin):
+        raise ValueError("--salt-file says of which salt --token-ids are; to forget a whole salt: --salt-stdin")
     if options.identity is not None:
         asked["identity"] = _identity(options.identity)
     if options.keys is not None:
@@ -182,7 +184,7 @@ async def _ask_all(
         headers["authorization"] = f"Bearer {token.get_secret_value()}"
     at_once = asyncio.Semaphore(HOSTS_AT_ONCE_MAX)
     wait = httpx.Timeout(ANSWER_WAIT_S, connect=CONNECT_WAIT_S)
-    async with httpx.AsyncClient(timeout=wait, trust_env=False, headers=headers) as http:
+    async with httpx.AsyncClient(timeout=wait, trust_env=False, headers=httpx.Headers(headers, "utf-8")) as http:
 
         async def ask(host: str, url: str) -> HostAnswer:
             async with at_once:

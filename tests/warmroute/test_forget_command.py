@@ -17,7 +17,7 @@ from tests.nodeagent.forget_calls import call, held, key, put_chain
 from tests.nodeagent.running import connected, running_agent
 from warmroute.cli import main
 
-TOKEN = "a token of the agent's"
+TOKEN = "a token of the agent's, ünïcode"
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -132,7 +132,7 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
     for method, path in (("POST", "/pins"), ("DELETE", "/pins"), ("POST", "/engines/e/reset_prefix_cache")):
         assert call(agent, {"keys": []}, path=path, method=method)[0] == 401
     assert call(agent, {"keys": []}, path="/prefetch")[0] == 202
-    assert call(agent, {"salt": "s"}, headers={"authorization": f"Bearer {TOKEN}"})[0] == 200
+    assert call(agent, {"salt": "s"}, headers={"authorization": f"Bearer {TOKEN}".encode()})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,7 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
         (["--keys", "ab" * 16, "--host", "h9"], 2, "no host of the name h9"),
         (["--identity", "{"], 2, "--identity must be"),
         (["--token-ids", "/nowhere"], 2, "forget: /nowhere can't be read: No such file"),
+        (["--salt-file", "/dev/null"], 2, "--salt-file says of which salt --token-ids are"),
         (["--token-ids", "-"], 2, "--token-ids must hold"),
     ],
 )
