@@ -220,8 +220,10 @@ class Forgetter:
             if is_asked and not number:
                 new = sum(self._tombstones.is_new(cut, each) for cut, each in search.found.followers.items())
                 self._tombstones.check_room(new)
-            for cut, tombstone in search.found.followers.items():
+            for place, (cut, tombstone) in enumerate(search.found.followers.items()):
                 self._tombstones.follow(tombstone, cut)
+                if place % STEP_CHUNKS == STEP_CHUNKS - 1:
+                    await asyncio.sleep(0)
             under_way |= self._under_way()
             receipt.remains.files_unread = sum(index.listed_files for _, index in search.drives)
             receipt.remains.salt_unknown = search.found.salt_unknown

@@ -256,3 +256,16 @@ async def test_what_follows_through_a_drive_that_was_away_goes_when_it_is_back(t
         await soon(lambda: not files(tmp_path))
         assert not host.is_held(storage_key("c"))
         assert host.announced[4, storage_key("c")[:16]] is False
+
+
+async def test_a_victim_that_waits_for_its_withdrawal_leaves_no_byte_either(tmp_path):
+    async with forgetful_host(tmp_path) as host:
+        await host.put("a", label("a"))
+        hierarchy = host.dram.hierarchy
+        (victim,) = hierarchy.take_victims(1)
+        await host.forget(directory_keys=A)
+        hierarchy.free([victim])
+        host.dram.account()
+        await soon(lambda: not hierarchy.arena.has_forgotten and not host.dram.used_bytes)
+        with hierarchy.arena.view(victim.slot, LENGTH) as view:
+            assert not any(view)
