@@ -45,6 +45,8 @@ PASSES_MAX = 8
 STEP_CHUNKS = 1_024
 WRITE_WAIT_S = 10.0
 """How long the receipt waits for a write in hand to come to nothing; it does later, too."""
+REMOVE_WAIT_S = 40.0
+"""How long a few files may take to go: longer than a drive may hang (`quarantine.py`)."""
 WITHDRAWN_KEYS_MAX = 4_096
 """Placements whose withdrawal is waited for a moment; the others follow."""
 LOOK_S = 1.0
@@ -313,15 +315,16 @@ class Forgetter:
         """Remove one drive's files, as far as it is still the same."""
         drive, index, removed = doomed.drive, doomed.index, 0
         for start in range(0, len(doomed.entries), VICTIMS_PER_STEP_MAX):
-            if drive.index is not index or not drive.is_up:
-                receipt.forgotten.files_removed += removed
-                return
+            if drive.index is not index:
+                break
             files = [(each.name, each.size_bytes) for each in doomed.entries[start : start + VICTIMS_PER_STEP_MAX]]
-            removed += await drive.room.remove(files, index)
+            removed += await _remove_files(drive, files, index)
+        receipt.forgotten.files_removed += removed
+        if drive.index is not index:
+            return  # it has failed: its files are looked at when it is back
         drive.account()
         stuck = {each.name for each in doomed.entries if each.name in drive.room.stuck}
         self._left.setdefault(drive.name, set()).update(stuck)
-        receipt.forgotten.files_removed += removed
         receipt.remains.files_unremoved += len(doomed.entries) - removed
 
     async def _note_remains(self, receipt: Receipt, request: ForgetRequest, keys: set[bytes]) -> None:
@@ -343,9 +346,19 @@ class Forgetter:
             left = self._left.pop(drive.name, set())
             files = [(name, drive.room.stuck.pop(name)) for name in left if name in drive.room.stuck]
             if files:
-                await drive.room.remove(files, drive.index)
+                await _remove_files(drive, files, drive.index)
                 drive.account()
                 self._left[drive.name] = {name for name, _ in files if name in drive.room.stuck}
+
+
+async def _remove_files(drive: Drive, files: Sequence[tuple[bytes, int]], index: NvmeIndex) -> int:
+    """How many are gone. A drive that hangs mustn't keep others from forgetting: it is in quarantine by then."""
+    try:
+        async with asyncio.timeout(REMOVE_WAIT_S):
+            return await drive.room.remove(files, index)
+    except TimeoutError:
+        logger.error("files of what was forgotten aren't removed from %s: it hangs", drive.name)
+        return 0
 
 
 async def _account_of(index: NvmeIndex) -> ChainAccount:

@@ -1,6 +1,9 @@
 """A running agent forgets: in DRAM, in files and in the directory, at once, for good, and with a receipt."""
 
+import contextlib
 import errno
+import socket
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -8,6 +11,7 @@ from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.identity import Scope
 from directory.tiers import Tier
 from nodeagent.client import ChunkLabel, PutResult
+from nodeagent.forget_api import BODIES_MAX
 from nodeagent.tiers import quarantine
 from nodeagent.tiers.chunk_file import name_of
 from nodeagent.tiers.file_store import FolderStore
@@ -332,6 +336,17 @@ def test_what_does_not_say_what_to_forget_is_refused_in_a_sentence(lone_agent, a
     status, answer = call(lone_agent, asked)
     assert status == 400
     assert named in answer["detail"]
+
+
+def test_bodies_that_do_not_end_take_no_more_memory_than_a_few(lone_agent):
+    url = urlsplit(next(iter(lone_agent.call(lone_agent.directory.members()))).registration.agent_url)
+    with contextlib.ExitStack() as stack:
+        for _ in range(BODIES_MAX):
+            slow = stack.enter_context(socket.create_connection((url.hostname, url.port)))
+            slow.sendall(b"POST /forget HTTP/1.1\r\nhost: h\r\ncontent-length: 1000\r\n\r\n{")
+        eventually(lambda: call(lone_agent, {"salt": "s"})[0] == 503, "the refusal")
+        assert "being read" in call(lone_agent, {"salt": "s"})[1]["detail"]
+    eventually(lambda: call(lone_agent, {"salt": "s"})[0] == 200, "the next turn")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """A receipt says what is so: what is kept where, which files are still there, what wasn't understood."""
 
+import asyncio
 import errno
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -105,3 +107,30 @@ async def test_a_drive_that_says_more_than_can_be_remembered_is_left_alone(tmp_p
         await soon(lambda: not drive.is_up and "remembered" in drive.failure)
         await host.forget(identities=frozenset([b"i" * 32]))
         assert (tmp_path / "drive-0" / NAME).read_bytes() == book.dump(), "and not told otherwise"
+
+
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["hangs", "given up"])
+async def test_a_drive_that_hangs_keeps_nobody_from_forgetting(tmp_path, monkeypatch, is_given_up):
+    may_go_on, hangs, real = threading.Event(), threading.Event(), FolderStore.remove
+
+    def remove(store, name):
+        hangs.set()
+        assert may_go_on.wait(20)
+        real(store, name)
+
+    monkeypatch.setattr("nodeagent.forgetting.REMOVE_WAIT_S", 0.1)
+    async with forgetful_host(tmp_path) as host:
+        for name, chunk in CHAIN:
+            await host.put(name, chunk)
+        monkeypatch.setattr(FolderStore, "remove", remove)
+        asked = asyncio.create_task(host.forget(directory_keys=A))
+        await soon(hangs.is_set)
+        if is_given_up:
+            host.nvme.drives[0].fail("told to")
+        try:
+            receipt = await asked
+        finally:
+            may_go_on.set()
+        away = ["drive-0"] if is_given_up else []
+        assert (receipt.remains.drives_away, receipt.forgotten.files_removed) == (away, 0)
+        assert receipt.remains.files_unremoved == (0 if is_given_up else 3)
