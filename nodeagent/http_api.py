@@ -5,8 +5,10 @@ import contextlib
 import enum
 import hmac
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -85,7 +87,7 @@ def create_api(
 
     @app.get("/status")
     async def agent_status() -> dict[str, Any]:
-        return status()
+        return {"version": version("warmroute"), "unix_time_s": time.time(), **status()}
 
     @app.get("/files/{sha256}")
     async def file(sha256: str) -> Response:
