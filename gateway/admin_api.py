@@ -56,15 +56,7 @@ def create_admin_api(
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
-        table = fleet.table
-        return {
-            "version": version("warmroute"),
-            "unix_time_s": time.time(),
-            **_directory_row(fleet, lookup),
-            "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-            "engines": [_engine_row(view, fleet, ledger, encoding) for _, view in sorted(table.engines.items())],
-            "model_files": encoding.of_files(table.engines.values()),
-        }
+        return _fleet_rows(fleet, lookup, ledger, encoding)
 
     @api.post("/route/explain")
     async def explain_route(request: Request) -> Response:
@@ -82,6 +74,18 @@ def create_admin_api(
         return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
 
     return api
+
+
+def _fleet_rows(fleet: Fleet, lookup: ChunkLookup, ledger: Ledger, encoding: EncodingReport) -> dict[str, Any]:
+    table = fleet.table
+    return {
+        "version": version("warmroute"),
+        "unix_time_s": time.time(),
+        **_directory_row(fleet, lookup),
+        "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
+        "engines": [_engine_row(view, fleet, ledger, encoding) for _, view in sorted(table.engines.items())],
+        "model_files": encoding.of_files(table.engines.values()),
+    }
 
 
 def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
