@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from directory.members import HostRegistration, Member, encode_registration
 from gateway.completion import Completion, Incoming, Prepared
-from gateway.encoding.encoder import Encoders
+from gateway.encoding_report import EncodingReport
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_probe import IdsProbe
@@ -30,7 +30,7 @@ def create_admin_api(
     completion: Completion,
     fleet: Fleet,
     lookup: ChunkLookup,
-    encoders: Encoders,
+    encoding: EncodingReport,
     probe: IdsProbe,
     ledger: Ledger,
     parity: Parity,
@@ -62,21 +62,14 @@ def create_admin_api(
 
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded and by what its answers say."""
-        hosts, engines = sorted(fleet.table.hosts.items()), sorted(fleet.table.engines.items())
-        return _directory_row(fleet, lookup) | {
-            "version": version("warmroute"),
-            "unix_time_s": time.time(),
-            "hosts": [_host_row(name, member) for name, member in hosts],
-            "engines": [_engine_row(view, fleet, ledger, encoders, probe) for _, view in engines],
-            "parity": parity.rows(),
-        }
+        """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
+        return _fleet_rows(fleet, lookup, ledger, encoding, probe) | {"parity": parity.rows()}
 
-    _add_explanation(api, completion, body_bytes_max)
+    _add_explanation(api, completion, fleet, body_bytes_max)
     return api
 
 
-def _add_explanation(api: FastAPI, completion: Completion, body_bytes_max: int) -> None:
+def _add_explanation(api: FastAPI, completion: Completion, fleet: Fleet, body_bytes_max: int) -> None:
     @api.post("/route/explain")
     async def explain_route(request: Request, endpoint: str = "") -> Response:
         """What would become of a request: every candidate with each term; nothing is sent.
@@ -90,7 +83,22 @@ def _add_explanation(api: FastAPI, completion: Completion, body_bytes_max: int) 
             prepared, decision = await completion.explain(incoming)
         except GatewayError as error:
             return Response(error.body(), error.status, media_type="application/json")
-        return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
+        view = fleet.table.engines.get(decision.ranked[0].engine)
+        return Response(orjson.dumps(_explanation(prepared, decision, view)), media_type="application/json")
+
+
+def _fleet_rows(
+    fleet: Fleet, lookup: ChunkLookup, ledger: Ledger, encoding: EncodingReport, probe: IdsProbe
+) -> dict[str, Any]:
+    table = fleet.table
+    return {
+        "version": version("warmroute"),
+        "unix_time_s": time.time(),
+        **_directory_row(fleet, lookup),
+        "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
+        "engines": [_engine_row(view, fleet, ledger, encoding, probe) for _, view in sorted(table.engines.items())],
+        "model_files": encoding.of_files(table.engines.values()),
+    }
 
 
 def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
@@ -127,14 +135,14 @@ async def _bounded_body(request: Request, body_bytes_max: int) -> bytes:
     return bytes(body)
 
 
-def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any]:
+def _explanation(prepared: Prepared, decision: RoutingDecision, view: EngineView | None) -> dict[str, Any]:
     encoding = prepared.encoding
     return {
         "engine": decision.ranked[0].engine,
         "reason": decision.reason,
         "price": decision.price,
         "prompt_tokens": encoding.prompt_tokens,
-        "encoding": prepared.encoding_class(decision.ranked[0].engine),
+        "encoding": prepared.encoding_class(view),
         "encoding_reason": encoding.reason or None,
         "directory": prepared.holders.degraded or "ok",
         "directory_keys": [key.hex() for key in prepared.keys],
@@ -169,7 +177,9 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
     }
 
 
-def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encoders, probe: IdsProbe) -> dict[str, Any]:
+def _engine_row(
+    view: EngineView, fleet: Fleet, ledger: Ledger, encoding: EncodingReport, probe: IdsProbe
+) -> dict[str, Any]:
     registration = view.registration
     is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
     row: dict[str, Any] = {
@@ -178,8 +188,7 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
         "url": view.url,
         "state": view.state,
         "models": list(view.models),
-        "encoding": encoders.state(registration) if registration else "no agent",
-        "tokenizer": encoders.tokenizer_state(registration) if registration else None,
+        **encoding.of_engine(view),
         "token_ids": probe.state(view),
         "placements": "believed" if is_believed else "not believed",
         "inflight_requests": ledger.running(view.engine),

@@ -13,7 +13,6 @@ import httpx
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from directory.members import EngineRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
@@ -21,17 +20,21 @@ from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_models import LocalModels
+from gateway.encoding.model_files import ModelFiles
+from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet, FleetTable
 from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
-from gateway.metrics import EngineGauges, GatewayMetrics
+from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
@@ -64,36 +67,37 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
         self_checks = SelfChecks(metrics)
-        encoders = _encoders(config, control, self_checks)
+        encoders, local_models = _encoders(config, control, metrics, self_checks)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
         fleet = Fleet(
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: _tell(table, encoders, probe),
+            on_change=lambda table: _tell(table, encoders, local_models, probe),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
+            files_of=local_models.files_of,
         )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
-        homes, sender = ResponseHomes(clock), IdsSender(upstream, probe)
-        completion = Completion(fleet, encoders, lookup, ledger, sender, prefetcher, parity, metrics, clock, homes)
+        homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
+        completion = Completion(fleet, prompts, lookup, ledger, sender, prefetcher, parity, metrics, clock, homes)
         stored = StoredResponses(homes, fleet, upstream)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
-        limit = config.limits.body_bytes_max
+        limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
         admin_app = create_admin_api(
-            completion, fleet, lookup, encoders, probe, ledger, parity, metrics, stop.is_set, limit
+            completion, fleet, lookup, report, probe, ledger, parity, metrics, stop.is_set, limit
         )
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, prefetcher, parity, probe)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -120,13 +124,18 @@ async def _run_until_stopped(
             task.cancel()
 
 
-def _encoders(config: GatewayConfig, control: httpx.AsyncClient, self_checks: SelfChecks) -> Encoders:
-    return Encoders(
-        TokenizerFiles(config.files_folder, control),
+def _encoders(
+    config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics, self_checks: SelfChecks
+) -> tuple[Encoders, LocalModels]:
+    files = TokenizerFiles(config.files_folder, control, metrics.degraded.labels("damaged_file").inc)
+    encoders = Encoders(
+        files,
         cache_bytes_max=config.encoding.cache_mb * 2**20,
         on_mismatch=self_checks.mismatch,
         on_match=self_checks.match,
     )
+    metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
+    return encoders, LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
 
 
 def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:
@@ -175,14 +184,15 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell(table: FleetTable, encoders: Encoders, probe: IdsProbe) -> None:
-    encoders.want(_wanted(table))
+def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe) -> None:
+    encoders.want([*_wanted(table), *local_models.wanted()])
     probe.see(table)
 
 
-def _wanted(table: FleetTable) -> list[tuple[EngineRegistration, str]]:
-    views = table.engines.values()
-    return [(view.registration, view.agent_url) for view in views if view.registration and view.agent_url]
+def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
+    """Of engines with an agent, which may be away."""
+    views = [view for view in table.engines.values() if view.registration is not None]
+    return [(files, view.agent_url) for view in views if (files := view.files) is not None]
 
 
 def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:

@@ -14,7 +14,7 @@ from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.context_guard import refuse_too_long
-from gateway.encoding.encoder import Encoders, Encoding, unencoded
+from gateway.encoding.encoder import Encoding, unencoded
 from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.error_shapes import broken_stream_event
@@ -23,11 +23,12 @@ from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Booking, Ledger
-from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
+from gateway.lookup import ChunkChain, ChunkLookup, Holders, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import RESPONSES, InferenceRequest
 from gateway.parity.parity import Parity, WatchedAnswer, without
 from gateway.prefetch import Prefetcher, hint_for
+from gateway.prompts import EncodedPrompt, Prompts
 from gateway.response_homes import ResponseHomes
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.router import route
@@ -64,17 +65,23 @@ class Prepared:
     Of the engines in `approximate` it isn't believed that their token ids are these.
     """
 
-    encoding: Encoding
+    prompt: EncodedPrompt
     affinity: bytes
     holders: Holders
     without_placements: str = ""
     keys: tuple[bytes, ...] = ()
     approximate: frozenset[str] = frozenset()
 
-    def encoding_class(self, engine: str) -> str:
-        """How well the engine's prompt is known: `exact`, `up-to`, `affinity`, or `approximate`: its answers differ."""
-        known = encoding_class(self.encoding)
-        return "approximate" if known != "affinity" and engine in self.approximate else known
+    def encoding_class(self, view: EngineView | None) -> str:
+        """How well an engine's prompt is known: `exact`, `up-to`, `affinity`, or `approximate`: its answers differ."""
+        own = None if view is None else self.prompt.of(view)
+        known = "affinity" if own is None else encoding_class(own)
+        return "approximate" if known != "affinity" and view and view.engine in self.approximate else known
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding that most is known of; an engine's own is `prompt.of(view)`."""
+        return self.prompt.best
 
 
 class Completion:
@@ -83,7 +90,7 @@ class Completion:
     def __init__(
         self,
         fleet: Fleet,
-        encoders: Encoders,
+        prompts: Prompts,
         lookup: ChunkLookup,
         ledger: Ledger,
         sender: IdsSender,
@@ -93,10 +100,9 @@ class Completion:
         clock: Callable[[], float],
         homes: ResponseHomes,
     ) -> None:
-        self._parity = parity
-        self._fleet, self._encoders, self._lookup, self._prefetcher = fleet, encoders, lookup, prefetcher
+        self._parity, self._homes = parity, homes
+        self._fleet, self._prompts, self._lookup, self._prefetcher = fleet, prompts, lookup, prefetcher
         self._ledger, self._sender, self._metrics, self._clock = ledger, sender, metrics, clock
-        self._homes = homes
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
@@ -162,46 +168,37 @@ class Completion:
 
     async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         request = incoming.request
-        if XARGS in request.fields and any(
-            each.registration and each.registration.renderer.startswith("vllm") for each in views
-        ):
+        if XARGS in request.fields and any(each.files and each.files.renderer.startswith("vllm") for each in views):
             refuse_reserved(request.fields)
         with self._stage("encode"):
-            encoding = await self._encode(request, views)
-        refuse_too_long(encoding, request, views, self._fleet.table.engines.values())
-        if encoding.tokens is None:
-            self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
+            prompt = await self._prompts.encode(request, views)
+        refuse_too_long(prompt, request, views, self._fleet.table.engines.values())
+        for shortfall in prompt.shortfalls:
+            self._metrics.degraded.labels(shortfall).inc()
+        if prompt.best.tokens is None:
             home = self._homes.view_of(request, self._fleet.table)
             reason = "response-affinity" if home else "session-affinity"
-            return Prepared(encoding, session_key(request, incoming.headers), Holders(), reason)
-        if not encoding.is_whole:
-            self._metrics.degraded.labels(f"partly_encoded_{encoding.reason}").inc()
+            return Prepared(prompt, session_key(request, incoming.headers), Holders(), reason)
         with self._stage("keys"):
-            groups = self._lookup.grouped(request.model, views)
-            chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
+            chains = prompt.chains(Scope(salt=request.cache_salt))
         approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
-            holders = Holders()
-            if encoding.reads_cache and len(approximate) < len(views):
-                holders = without(await self._find_holders(chains, views, encoding.prompt_tokens), approximate)
+            asked = [chain for chain in chains if prompt.may_be_held(chain)] if len(approximate) < len(views) else []
+            holders = await self._find_holders(asked, views, prompt.best.prompt_tokens) if asked else Holders()
+            holders = without(holders, approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
-        affinity = first_key or hashlib.sha256(encoding.tokens).digest()
-        if first_key is None and not encoding.is_whole:
+        affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
+        is_announced = any(chain.group.is_announced for chain in chains)
+        if first_key is None and not (prompt.best.is_whole and is_announced):
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
-        keys = chains[0].keys if chains else ()
         unplaced = "approximate" if len(approximate) == len(views) else ""
         if not holders.is_known:
             unplaced = "directory-unavailable"
-        return Prepared(encoding, affinity, holders, unplaced, keys, approximate)
-
-    async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
-        for view in views:
-            encoder = self._encoders.find(view.registration) if view.registration else None
-            if encoder is not None:
-                return await encoder.encode(request, max(_context_tokens(each) for each in views))
-        return unencoded(request, "no_tokenizer")
+        if not is_announced:
+            unplaced = "prefix-affinity" if first_key else "session-affinity"
+        return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
 
     async def _find_holders(
         self, chains: Sequence[ChunkChain], views: Sequence[EngineView], prompt_tokens: int
@@ -231,6 +228,7 @@ class Completion:
                     wait_s=self._ledger.wait_s(view.engine),
                     prefills=self._ledger.prefills(view.engine),
                     running=self._ledger.running(view.engine),
+                    prompt_tokens=prepared.prompt.tokens_of(view),
                 )
                 for view in views
             )
@@ -256,10 +254,11 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
-        watched = self._parity.watch(request, view, prepared.encoding)
+        encoding = prepared.prompt.of(view) or unencoded(request, "no_tokenizer")
+        watched = self._parity.watch(request, view, encoding)
         try:
             async with self._unless_lost(view.engine, may_retry):
-                known = prepared.encoding if view.engine not in prepared.approximate else None
+                known = None if view.engine in prepared.approximate else encoding
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
                 answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"
@@ -273,7 +272,7 @@ class Completion:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
-                headers += explanation(decision, prepared.encoding_class(view.engine))
+                headers += explanation(decision, prepared.encoding_class(view))
             observe: Callable[[], None] = partial(self._observe_first_byte, incoming, prepared, score)
             on_first_token = partial(self._note_first_token, booking, observe) if is_announced else None
             sink = self._homes.watched(request, sink, view.engine, on_first_token)
@@ -426,10 +425,6 @@ def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, by
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
-
-
-def _context_tokens(view: EngineView) -> int:
-    return view.registration.context_tokens if view.registration else 0
 
 
 def _do_nothing() -> None:

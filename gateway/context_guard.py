@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from gateway.encoding.encoder import Encoding
 from gateway.errors import ContextTooLong
 from gateway.fleet import EngineView
 from gateway.openai_schema import InferenceRequest
+from gateway.prompts import EncodedPrompt
 
 TRUNCATING_KINDS = frozenset({"sglang"})
 """Engines that may have been started to cut such prompts instead of refusing them (`--allow-auto-truncate`)."""
@@ -13,14 +13,14 @@ PROMPT_FIELDS = ("messages", "input", "prompt")
 
 
 def refuse_too_long(
-    encoding: Encoding, request: InferenceRequest, ready: Iterable[EngineView], all_engines: Iterable[EngineView]
+    prompt: EncodedPrompt, request: InferenceRequest, ready: Iterable[EngineView], all_engines: Iterable[EngineView]
 ) -> None:
-    """Raises `ContextTooLong` if `encoding` says that the prompt is too long for those that are ready, and any other of
+    """Raises `ContextTooLong` if the prompt is too long for those that are ready, by every encoding, and any other of
     `all_engines` that serves the model, ready or not, is known to have no more room and to refuse it as well.
     """
-    if encoding.reason != "too_long":
+    if any(encoding.reason != "too_long" for encoding in (prompt.best, *prompt.by_files.values())):
         return
-    limit = max(_context_tokens(view) for view in ready)
+    limit = max(view.context_tokens for view in ready)
     others = [view for view in all_engines if request.model in view.models]
     if any(_may_take(view, limit) for view in others):
         return
@@ -34,7 +34,3 @@ def _may_take(view: EngineView, limit: int) -> bool:
     if view.registration is None or view.registration.renderer in TRUNCATING_KINDS:
         return True
     return view.registration.context_tokens > limit
-
-
-def _context_tokens(view: EngineView) -> int:
-    return view.registration.context_tokens if view.registration else 0

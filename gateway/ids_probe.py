@@ -91,7 +91,7 @@ class IdsProbe:
         """Note who is in the fleet, and forget what was found of former lives."""
         if not self._is_on:
             return
-        self._views = tuple(view for view in table.engines.values() if view.is_ready and view.registration)
+        self._views = tuple(view for view in table.engines.values() if view.is_ready and view.files)
         for view in self._views:
             known, lives = self._verdicts.get(view.engine), view.reach.own
             if known is None or known.url != view.url or (known.lives and lives and not known.lives & lives):
@@ -124,7 +124,7 @@ class IdsProbe:
         return [endpoint for endpoint in self._endpoints(view) if endpoint not in known.by_endpoint]
 
     def _endpoints(self, view: EngineView) -> list[str]:
-        kind = view.registration.renderer if view.registration else ""
+        kind = view.files.renderer if view.files else ""
         return [endpoint for endpoint in ENDPOINTS if field_for(endpoint, kind) is not None]
 
     async def _probe(self, view: EngineView) -> None:
@@ -141,17 +141,17 @@ class IdsProbe:
 
     async def _verdict(self, view: EngineView, endpoint: str) -> str | None:
         """The verdict, or `None` where there is none yet."""
-        assert view.registration is not None
+        assert view.files is not None
         text: dict[str, Any] = {"prompt": LONG_TEXT}
         if endpoint == CHAT:
             text = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
         fields = {"model": view.models[0], "max_tokens": 1, "temperature": 0, **text}
         expected = await self._ids(view, endpoint, fields)
         few = await self._ids(view, COMPLETIONS, {**fields, "prompt": SHORT_TEXT})
-        template = field_for(endpoint, view.registration.renderer)
+        template = field_for(endpoint, view.files.renderer)
         if not expected or not few or template is None:
             return None
-        asks = {"return_token_ids": True} if view.registration.renderer in ASKS_FOR_IDS else {}
+        asks = {"return_token_ids": True} if view.files.renderer in ASKS_FOR_IDS else {}
         status, told = await self._ask(view, endpoint, orjson.dumps({**fields, **asks}))
         if status in REFUSALS:
             return REFUSED
@@ -164,11 +164,11 @@ class IdsProbe:
 
     async def _ids(self, view: EngineView, endpoint: str, fields: dict[str, Any]) -> bytes:
         """The ids of a prompt; empty while it can't be encoded."""
-        assert view.registration is not None
-        encoder = self._encoders.find(view.registration)
+        assert view.files is not None
+        encoder = self._encoders.find(view.files)
         if encoder is None:
             return b""
-        encoding = await encoder.encode(parse_request(endpoint, orjson.dumps(fields)), view.registration.context_tokens)
+        encoding = await encoder.encode(parse_request(endpoint, orjson.dumps(fields)), view.context_tokens)
         return encoding.tokens or b"" if encoding.is_whole else b""
 
     async def _ask(self, view: EngineView, endpoint: str, content: bytes) -> tuple[int, "_ToldPrompt | None"]:

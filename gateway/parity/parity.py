@@ -108,7 +108,7 @@ class Parity:
             self._buckets.keep(self._fleet.table.engines)
 
     def _encoder_of(self, view: EngineView) -> Any:
-        return self._encoders.find(view.registration) if view.registration else None
+        return self._encoders.find(view.files) if view.files else None
 
 
 class WatchedAnswer:

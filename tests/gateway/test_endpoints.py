@@ -30,6 +30,7 @@ from gateway.openai_schema import (
     RESPONSES,
     parse_request,
 )
+from gateway.prompts import EncodedPrompt
 from tests import bad_input
 from tests.gateway import mock_engine as mock
 from tests.gateway.api_answers import PROMPTS, STREAMED, answer_in_shape, events_of, named, whole_of
@@ -260,7 +261,7 @@ async def test_a_prompt_that_fits_nowhere_is_refused_before_it_is_tokenized(
 
 def test_a_long_prompt_is_left_to_an_engine_that_may_have_room_though_it_is_not_ready_now() -> None:
     request = parse_request(COMPLETIONS, orjson.dumps(body(COMPLETIONS)))
-    too_long = unencoded(request, "too_long")
+    too_long = EncodedPrompt(unencoded(request, "too_long"))
     small, large = view("a"), view("b", context_tokens=10**6)
     with pytest.raises(ContextTooLong):
         refuse_too_long(too_long, request, [small], [small, view("c")])
@@ -268,7 +269,7 @@ def test_a_long_prompt_is_left_to_an_engine_that_may_have_room_though_it_is_not_
     refuse_too_long(too_long, request, [small], [small, replace(small, engine="d", registration=None)])
     with pytest.raises(ContextTooLong):
         refuse_too_long(too_long, request, [small], [small, replace(large, models=("other",))])
-    refuse_too_long(unencoded(request, "tools"), request, [small], [small])
+    refuse_too_long(EncodedPrompt(unencoded(request, "tools")), request, [small], [small])
 
 
 async def test_a_request_goes_where_its_prefix_is_at_other_endpoints_too(client: httpx.AsyncClient) -> None:
