@@ -104,8 +104,8 @@ def create_api(
 
 
 async def _check_token(token: str | None, request: Request) -> None:
-    given = request.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    given = request.headers.get("authorization", "").encode("latin-1")
+    if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise HTTPException(401, "this needs the agent's admin token", {"www-authenticate": "Bearer"})
 
 
