@@ -1,12 +1,14 @@
 """The admin API on its own port: the fleet as JSON, probes, metrics. FastAPI describes it at `/openapi.json`."""
 
+import time
+from importlib.metadata import version
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from directory.members import HostRegistration, Member
+from directory.members import HostRegistration, Member, encode_registration
 from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
 from gateway.errors import BodyTooLarge, GatewayError
@@ -57,7 +59,8 @@ def create_admin_api(
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how exactly each is encoded and by what its answers say."""
         hosts, engines = sorted(fleet.table.hosts.items()), sorted(fleet.table.engines.items())
-        return _directory_row(fleet, lookup) | {
+        return {
+            **_gateway_row(fleet, lookup),
             "hosts": [_host_row(name, member) for name, member in hosts],
             "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in engines],
             "parity": parity.rows(),
@@ -79,6 +82,10 @@ def create_admin_api(
         return Response(orjson.dumps(_explanation(prepared, decision)), media_type="application/json")
 
     return api
+
+
+def _gateway_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
+    return {"version": version("warmroute"), "unix_time_s": time.time(), **_directory_row(fleet, lookup)}
 
 
 def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
@@ -164,5 +171,6 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
             "chunk_tokens": registration.chunk_tokens,
             "key_scheme": registration.key_scheme,
             "fleet_digest": registration.identity.fleet_digest().hex(),
+            "registration": orjson.loads(encode_registration(registration)),
         }
     return row

@@ -152,7 +152,7 @@ async def serving(app: object) -> AsyncIterator[str]:
     """The application behind uvicorn on a free port."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
             lifespan="off",
@@ -168,11 +168,23 @@ async def serving(app: object) -> AsyncIterator[str]:
         await eventually(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.has_to_end.set()
         await task
 
 
-async def eventually(holds: object, bound_s: float = 5.0) -> None:
+class _Server(uvicorn.Server):
+    """Ends at once when it has to: uvicorn's own looks for that ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_to_end = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.has_to_end.wait()
+
+
+async def eventually(holds: object, bound_s: float = 20.0) -> None:
     """Wait until `holds()` is true, at most `bound_s`."""
     async with asyncio.timeout(bound_s):
         while not holds():  # type: ignore[operator]
