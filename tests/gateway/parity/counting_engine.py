@@ -17,6 +17,8 @@ class Counting:
         self.argument = ""
 
     def rendered(self, fields: dict[str, Any]) -> str:
+        if "prompt" in fields:
+            return "".join(map(str, fields["prompt"]))
         turns = "".join(f"{message['role']}:{message['content']};" for message in fields["messages"])
         return self.argument + turns
 

@@ -175,6 +175,14 @@ async def test_a_directory_that_does_not_answer_accuses_nobody(stand: Stand) -> 
     assert (stand.count("unknown"), stand.count("mismatch")) == (2, 0)
 
 
+async def test_an_engine_whose_placements_the_directory_has_no_room_for_is_not_judged(stand: Stand) -> None:
+    stand.answered(prompt(1))
+    await stand.directory.renew(LIFE, replace(ENGINE_LOAD, announced_chunks=7, is_directory_full=True))
+    await stand.fleet.refresh()
+    await stand.settle()
+    assert (stand.directory.lookups, stand.count("mismatch")) == (0, 0)
+
+
 async def test_engines_that_announce_nothing_or_live_no_more_are_not_judged(stand: Stand) -> None:
     view = stand.fleet.table.engines["a"]
     stand.ids.consider(replace(view, announced_chunks=0), KIND, prompt(1), None, None)

@@ -15,7 +15,7 @@ from tests.gateway.views import view
 
 PLAIN = Kind(MODEL, CHAT, has_tools=False, has_reasoning=False)
 TOOLS = replace(PLAIN, has_tools=True)
-FIRST, SECOND = b"1" * 8, b"2" * 8
+FIRST, SECOND, THIRD = b"1" * 8, b"2" * 8, b"3" * 8
 
 
 @dataclass
@@ -113,6 +113,9 @@ def test_a_walk_of_the_same_engine_changes_nothing() -> None:
     for lives in ((FIRST, SECOND), (SECOND,), (), (SECOND,)):
         note(buckets, living(*lives), 1, theirs=12)
         assert buckets.approximate(PLAIN) == {"a"}
+    note(buckets, living(), 1, theirs=12)
+    note(buckets, living(THIRD), 1, theirs=12)
+    assert buckets.approximate(PLAIN) == frozenset(), "and one that wasn't believed meanwhile isn't forgotten"
 
 
 def test_buckets_of_engines_that_went_and_idle_ones_are_let_go() -> None:

@@ -127,6 +127,12 @@ async def test_while_one_engine_drifts_the_others_hits_are_believed() -> None:
         said = answer.headers
         assert (said["x-warmroute-engine"], said["x-warmroute-encoding"]) == ("b", "exact")
         assert said["x-warmroute-reason"] == "prefix"
+        counted = gateway.count("warmroute_degraded_total", reason="approximate")
+        a.is_well = False
+        while len(gateway.fleet.table.serving(MODEL)) > 1:
+            await gateway.fleet.check_health()
+        await client.post(gateway.url + CHAT, json=body)
+        assert gateway.count("warmroute_degraded_total", reason="approximate") == counted, "nobody asks it any more"
 
 
 async def test_requests_whose_engine_counts_other_things_are_left_out(stand: Stand) -> None:
@@ -137,6 +143,7 @@ async def test_requests_whose_engine_counts_other_things_are_left_out(stand: Sta
     assert answer.status_code == 200
     for prompt in (["one", "two"], [[1, 2], [3]]):
         answer = await stand.client.post(stand.gateway.url + COMPLETIONS, json={"model": MODEL, "prompt": prompt})
+        assert answer.status_code == 200
     kinds = ("match", "mismatch", "unreported")
     assert [stand.gateway.count("warmroute_parity_total", kind="usage", result=each) for each in kinds] == [0, 0, 0]
 

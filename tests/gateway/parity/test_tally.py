@@ -28,6 +28,7 @@ def test_a_systematic_difference_is_noticed_within_twenty_answers(before: int) -
 @BOTH
 @pytest.mark.parametrize("before", [0, 3, 5_000])
 def test_one_or_two_odd_answers_turn_nothing(limits: Limits, before: int) -> None:
+    assert not after(limits, (True, before), (False, 2)).is_off
     assert not after(limits, (True, before), (False, 2), (True, 5_000), (False, 1)).is_off
 
 
