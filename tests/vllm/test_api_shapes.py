@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,10 @@ from gateway import ids_sender
 from gateway.audit import StreamTail
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
+from gateway.encoding.local_model_reader import read_apart
 from gateway.encoding.prompt_tokenizer import load_tokenizer
 from gateway.encoding.self_check import SelfCheck
 from gateway.openai_schema import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE
-from nodeagent.engines.vllm.description import TOKENIZER_FILES
 from tests.directory.stands import running_valkey
 from tests.gateway.assembly import TestGateway, gateway_for
 from tests.gateway.samples import MODEL
@@ -83,7 +82,7 @@ class Host:
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     folder, pool = tmp_path_factory.mktemp("v"), EncodePool()
-    files = {name: (model_folder() / name).read_bytes() for name in TOKENIZER_FILES if is_there(name)}
+    files = dict(asyncio.run(read_apart(model_folder(), "vllm")).contents)
     loaded = asyncio.run(load_tokenizer(files["tokenizer.json"], pool, SelfCheck(pool, lambda: None), 2**20))
     encoder = Encoder(loaded[0], build_renderer("vllm", files), loaded[1])
     with pytest.MonkeyPatch.context() as patch, running_valkey() as server:
@@ -96,10 +95,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         finally:
             agent.end()
             pool.close()
-
-
-def is_there(name: str) -> bool:
-    return (Path(model_folder()) / name).is_file()
 
 
 @pytest.fixture
