@@ -96,11 +96,14 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
 
 
 def _encoders(config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics) -> Encoders:
-    return Encoders(
+    encoders = Encoders(
         TokenizerFiles(config.files_folder, control),
         cache_bytes_max=config.encoding.cache_mb * 2**20,
         on_mismatch=metrics.degraded.labels("tokenizer_cache").inc,
+        on_encoded=metrics.count_encoded,
     )
+    metrics.tokenizer_cache_bytes.set_function(encoders.cache_bytes)
+    return encoders
 
 
 def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -63,7 +63,28 @@ class GatewayMetrics:
         self.retries = Counter(
             "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
         )
+        self._count_encoding(registry)
         self._count_directory(registry)
+
+    def count_encoded(self, hit_chars: int, miss_chars: int) -> None:
+        """Count a prompt's characters by whether their ids were known."""
+        self.tokenizer_hits.inc(hit_chars)
+        self.tokenizer_misses.inc(miss_chars)
+
+    def _count_encoding(self, registry: CollectorRegistry) -> None:
+        self.tokenizer_hits = Counter(
+            "warmroute_tokenizer_cache_hit_chars_total",
+            "Characters of prompts whose token ids were known from earlier prompts.",
+            registry=registry,
+        )
+        self.tokenizer_misses = Counter(
+            "warmroute_tokenizer_cache_miss_chars_total",
+            "Characters of prompts that had to be tokenized.",
+            registry=registry,
+        )
+        self.tokenizer_cache_bytes = Gauge(
+            "warmroute_tokenizer_cache_bytes", "Memory that known token ids take, about.", registry=registry
+        )
 
     def _count_directory(self, registry: CollectorRegistry) -> None:
         self.lookup = Histogram(

@@ -42,7 +42,7 @@ def _fuzz(options: argparse.Namespace) -> int:
         reports.append(report)
         if not options.json:
             row = f"{report.tokenizer:12} {report.backend:11} {report.texts:8} texts {report.cuts:9} cuts"
-            print(f"{row} {len(report.mismatches)} mismatches", flush=True)
+            print(f"{row} {report.told:9} told  {len(report.mismatches)} mismatches", flush=True)
             for text in report.mismatches[:MISMATCHES_SHOWN]:
                 print(f"    {text!r}")
     if options.json:

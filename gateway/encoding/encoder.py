@@ -10,7 +10,7 @@ import orjson
 from directory.members import EngineRegistration
 from gateway.encoding.encode_pool import EncodePool, PoolBusy
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
-from gateway.encoding.prompt_tokenizer import PromptTokenizer, load_tokenizer
+from gateway.encoding.prompt_tokenizer import PromptTokenizer, Shared, load_tokenizer
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.rendering import Rendered, Renderer, Uncertain
 from gateway.encoding.self_check import SelfCheck
@@ -71,6 +71,11 @@ class Encoder:
         """How texts are encoded, in plain words."""
         return self._tokenizer.state
 
+    @property
+    def cache_bytes(self) -> int:
+        """What the ids of known text take, about."""
+        return self._tokenizer.cache_bytes
+
     async def encode(self, request: InferenceRequest, context_tokens: int) -> Encoding:
         """Exact token ids, or as many as are sure, or why there are none. Of several prompts the first decides.
 
@@ -124,10 +129,11 @@ class Encoders:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         cache_bytes_max: int = CACHE_BYTES_MAX,
         on_mismatch: Callable[[], object] = lambda: None,
+        on_encoded: Callable[[int, int], object] = lambda hit_chars, miss_chars: None,
     ) -> None:
         self._files, self._sleep, self._cache_bytes_max = files, sleep, cache_bytes_max
         self._pool = EncodePool()
-        self._check = SelfCheck(self._pool, on_mismatch)
+        self._shared = Shared.of(self._pool, SelfCheck(self._pool, on_mismatch), on_encoded)
         self._encoders: dict[FilesKey, Encoder] = {}
         self._failures: dict[FilesKey, str] = {}
         self._wanted: dict[FilesKey, tuple[str, ...]] = {}
@@ -162,11 +168,16 @@ class Encoders:
         encoder = self._encoders.get(files_key(registration))
         return encoder.state if encoder else None
 
+    def cache_bytes(self) -> int:
+        """What the ids of known text take, about, for all tokenizers."""
+        return sum(encoder.cache_bytes for encoder in self._encoders.values())
+
     async def run(self) -> None:
-        """Load what is wanted and not there, and check samples of what is encoded, until cancelled."""
+        """Load what is wanted and not there, check samples of what is encoded, and learn from it, until cancelled."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._load_wanted())
-            loops.create_task(self._check.run())
+            loops.create_task(self._shared.check.run())
+            loops.create_task(self._shared.learner.run())
 
     async def _load_wanted(self) -> None:
         while True:
@@ -189,7 +200,7 @@ class Encoders:
             contents = {name: await self._files.get(digest, agent_urls) for name, digest in names.items()}
             render = build_renderer(renderer, contents)
             tokenizer, token_chars_max = await load_tokenizer(
-                contents["tokenizer.json"], self._pool, self._check, self._cache_bytes_max
+                contents["tokenizer.json"], self._shared, self._cache_bytes_max
             )
             self._encoders[key] = Encoder(tokenizer, render, token_chars_max)
             logger.info("a tokenizer is loaded: %s", tokenizer.state)

@@ -23,7 +23,7 @@ from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
 from gateway.ledger import Ledger
@@ -45,6 +45,7 @@ class ByteBackend:
     name: ClassVar[str] = "bytes"
     inline_chars_max: ClassVar[int] = 16_000
     piece_chars: ClassVar[int] = 1024
+    is_quick: ClassVar[bool] = False
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         return pack_tokens(list(text.encode()))
@@ -61,7 +62,7 @@ class FixedEncoders(Encoders):
     def find(self, registration: EngineRegistration) -> Encoder:
         if self.encoder is not None:
             return self.encoder
-        tokenizer = WholeTexts(ByteBackend(), self._pool, "for tests")
+        tokenizer = WholeTexts(ByteBackend(), Shared.of(self._pool), "for tests")
         files = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
         return Encoder(tokenizer, build_renderer(registration.renderer, files), 10**6)
 

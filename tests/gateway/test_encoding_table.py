@@ -10,8 +10,7 @@ import pytest
 
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, Encoding, build_renderer
-from gateway.encoding.prompt_tokenizer import PromptTokenizer, load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import PromptTokenizer, Shared, load_tokenizer
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE
 from tests.gateway.pipelines import smollm2_content
 from tests.gateway.rendered import asked
@@ -119,7 +118,7 @@ def table() -> dict[tuple[str, str], tuple[str, ...]]:
 def tokenizer() -> Iterator[tuple[PromptTokenizer, int]]:
     """SmolLM2's: its texts are short, and encoded inline."""
     pool = EncodePool()
-    yield asyncio.run(load_tokenizer(smollm2_content(), pool, SelfCheck(pool, lambda: None), 2**20))
+    yield asyncio.run(load_tokenizer(smollm2_content(), Shared.of(pool), 2**20))
     pool.close()
 
 

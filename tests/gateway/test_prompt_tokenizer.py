@@ -17,7 +17,7 @@ from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
 from gateway.encoding.encoder import Encoder
 from gateway.encoding.examiner import examine_apart
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
-from gateway.encoding.prompt_tokenizer import CachedPieces, WholeTexts, load_tokenizer
+from gateway.encoding.prompt_tokenizer import CachedPieces, Shared, WholeTexts, load_tokenizer
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
 from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
@@ -35,6 +35,7 @@ class ByteBackend:
     name: ClassVar[str] = "bytes"
     inline_chars_max: ClassVar[int] = 100
     piece_chars: ClassVar[int] = 256
+    is_quick: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -75,14 +76,13 @@ def pieces_of(
     encoder = PieceEncoder(tokenizer.pipeline, Cutter(tokenizer.rules, 256), backend, backend, 2**20)
     encoder.depth = Depth.PIECES
     check = check or SelfCheck(pool, Mismatches(), draw=lambda: 1.0)
-    return CachedPieces(encoder, backend, backend, pool, check), encoder
+    return CachedPieces(encoder, backend, backend, Shared.of(pool, check)), encoder
 
 
 async def test_a_loaded_tokenizer_gives_the_references_ids_and_is_quick_at_once(
     pool: EncodePool, smollm2: Tokenizer
 ) -> None:
-    check = SelfCheck(pool, Mismatches())
-    tokenizer, token_chars_max = await load_tokenizer(smollm2_content(), pool, check, 2**20)
+    tokenizer, token_chars_max = await load_tokenizer(smollm2_content(), Shared.of(pool), 2**20)
     assert tokenizer.state == "fastokens, cached pieces"
     assert token_chars_max == smollm2.reference.longest_token_chars()
     text = "<|im_start|>user\n" + "Some words, and more of them.\n" * 3000
@@ -96,7 +96,7 @@ async def test_much_that_is_new_goes_to_a_thread_and_little_does_not(pool: Encod
     await tokenizer.encode("x" * 100, False)
     await tokenizer.encode("y" * 101, False)
     await tokenizer.encode("<|im_start|>" + "y" * 101, False)
-    whole = WholeTexts(backend, pool, "for a test")
+    whole = WholeTexts(backend, Shared.of(pool), "for a test")
     await whole.encode("z" * 100, False)
     await whole.encode("z" * 101, False)
     assert [name.startswith("encode") for name in backend.threads] == [False, True, False, True]
@@ -106,7 +106,7 @@ async def test_much_that_is_new_goes_to_a_thread_and_little_does_not(pool: Encod
 async def test_too_many_texts_at_once_go_without_keys(pool: EncodePool) -> None:
     backend = ByteBackend()
     backend.may_go.clear()
-    whole = WholeTexts(backend, pool, "for a test")
+    whole = WholeTexts(backend, Shared.of(pool), "for a test")
     waiting = [asyncio.create_task(whole.encode("x" * 200, False)) for _ in range(TEXTS_MAX)]
     try:
         await eventually(lambda: len(backend.threads) == 2)
@@ -204,7 +204,7 @@ async def test_a_vocabulary_that_lacks_a_byte_is_encoded_by_the_reference_which_
     pipeline = json.loads(smollm2_content())
     pipeline["pre_tokenizer"] = pipeline["pre_tokenizer"]["pretokenizers"][-1]  # as the model's vLLM has it
     content = json.dumps(pipeline).encode()
-    tokenizer, _ = await load_tokenizer(content, pool, SelfCheck(pool, lambda: None), 2**20)
+    tokenizer, _ = await load_tokenizer(content, Shared.of(pool), 2**20)
     reference = HuggingFaceBackend(content.decode())
     with pytest.raises(ValueError, match="byte 0x1d has no token"):
         FastokensBackend(content.decode()).encode("a\x1db")
