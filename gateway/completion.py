@@ -27,7 +27,7 @@ from gateway.errors import (
 from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
-from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
+from gateway.lookup import ChunkChain, ChunkLookup, Holders, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
 from gateway.prefetch import Prefetcher, hint_for
@@ -173,7 +173,7 @@ class Completion:
             self._metrics.degraded.labels(f"partly_encoded_{encoding.reason}").inc()
         with self._stage("keys"):
             groups = self._lookup.grouped(request.model, views)
-            chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
+            chains = await self._lookup.chained(groups, encoding.tokens, Scope(salt=request.cache_salt))
         with self._stage("lookup"):
             holders = Holders()
             if encoding.reads_cache:

@@ -11,8 +11,9 @@ from directory.identity import Scope
 from directory.interface import DirectoryReader, Lookup
 from directory.members import EngineRegistration
 from directory.placements import PrefixMatch
-from directory.schemes import key_scheme
+from directory.schemes import KnownDigests, key_scheme
 from gateway.fleet import EngineView
+from gateway.known_chunks import KnownChunks
 from gateway.lookup_breaker import LookupBreaker, SentLookup
 from gateway.reach_matrix import ReachMatrix
 
@@ -22,6 +23,8 @@ CHAINS_MAX = 4
 """Distinct (identity, scheme, chunk size) chains computed for one request."""
 GROUPINGS_MAX = 256
 """Models whose engines' grouping is remembered."""
+HASHED_INLINE_PAGES_MAX = 4_000
+"""Pages whose hashes may hold the event loop, 2 ms: a prompt of so many tokens where a page is a token."""
 PARTIAL_SHOWN_S = 10.0
 """How long after a lookup's last unknown position it is said: a short prompt's keys may lie where it answers."""
 DEADLINE_MIN_S, DEADLINE_MAX_S, DEADLINE_SHARE = 0.005, 0.05, 0.02
@@ -72,12 +75,14 @@ def group_by_naming(views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
     )
 
 
-def chain_chunks(groups: Sequence[NamingGroup], tokens: bytes, scope: Scope) -> list[ChunkChain]:
-    """One chain for each way of naming."""
+def chain_chunks(
+    groups: Sequence[NamingGroup], tokens: bytes, scope: Scope, known: KnownDigests | None = None
+) -> list[ChunkChain]:
+    """One chain for each way of naming; `known` spares hashing again what earlier prompts had."""
     chains = []
     for group in groups:
         try:
-            scheme = key_scheme(group.key_scheme)
+            scheme = key_scheme(group.key_scheme, known)
             digests = scheme.digests(group.fleet_digest, scope, tokens, group.chunk_tokens, group.page_tokens)
             usable = digests[: usable_chunks(len(tokens) // 4, group.chunk_tokens)]
             keys = tuple(scheme.directory_keys(group.fleet_digest, scope, usable))
@@ -106,6 +111,7 @@ class ChunkLookup:
         self._has_answered = False
         self._refusal: DirectoryError | None = None
         self._partial_since = self._partial_at = float("-inf")
+        self._known = KnownChunks()
         self._groupings: dict[str, tuple[Sequence[EngineView], tuple[NamingGroup, ...]]] = {}
 
     @property
@@ -141,6 +147,13 @@ class ChunkLookup:
                 self._groupings.clear()
             self._groupings[model] = views, groups
         return groups
+
+    async def chained(self, groups: Sequence[NamingGroup], tokens: bytes, scope: Scope) -> list[ChunkChain]:
+        """`chain_chunks`, with what earlier prompts had; in a thread where there is much to hash."""
+        pages = sum(len(tokens) // (4 * (group.page_tokens or group.chunk_tokens)) for group in groups)
+        if pages <= HASHED_INLINE_PAGES_MAX:
+            return chain_chunks(groups, tokens, scope, self._known)
+        return await asyncio.to_thread(chain_chunks, groups, tokens, scope, self._known)
 
     async def find(self, chains: Sequence[ChunkChain], deadline_s: float) -> Holders:
         """Every engine's matched prefix over its chain's keys."""

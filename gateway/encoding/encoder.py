@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX = 64 * 2**20
 """What the ids of known text take, for each tokenizer, where it isn't configured."""
+RENDERED_INLINE_BYTES_MAX = 200_000
+"""Larger requests are rendered in a thread: a template with hundreds of messages takes ten milliseconds."""
 RETRY_S = 2.0
 RENDERERS: dict[str, Callable[[Mapping[str, bytes]], Renderer]] = {
     "reference": lambda contents: ReferenceRenderer(
@@ -63,8 +65,11 @@ class Encoding:
 class Encoder:
     """Renders and tokenizes for engines that share tokenizer files and a renderer."""
 
-    def __init__(self, tokenizer: PromptTokenizer, renderer: Renderer, token_chars_max: int) -> None:
+    def __init__(
+        self, tokenizer: PromptTokenizer, renderer: Renderer, token_chars_max: int, pool: EncodePool | None = None
+    ) -> None:
         self._tokenizer, self._renderer, self._token_chars_max = tokenizer, renderer, token_chars_max
+        self._pool = pool
 
     @property
     def state(self) -> str:
@@ -83,7 +88,10 @@ class Encoder:
         will refuse it.
         """
         try:
-            prompt = self._renderer.prompt(request)
+            if self._pool is None or len(request.body) <= RENDERED_INLINE_BYTES_MAX:
+                prompt = self._renderer.prompt(request)
+            else:
+                prompt = await self._pool.run(self._renderer.prompt, request)
             reads_cache = self._renderer.reads_cache(request)
             if isinstance(prompt, bytes):
                 return Encoding(prompt, len(prompt) // 4, reads_cache=reads_cache)
@@ -202,7 +210,7 @@ class Encoders:
             tokenizer, token_chars_max = await load_tokenizer(
                 contents["tokenizer.json"], self._shared, self._cache_bytes_max
             )
-            self._encoders[key] = Encoder(tokenizer, render, token_chars_max)
+            self._encoders[key] = Encoder(tokenizer, render, token_chars_max, self._pool)
             logger.info("a tokenizer is loaded: %s", tokenizer.state)
             self._failures.pop(key, None)
         except (FileUnavailable, ValueError, KeyError) as error:

@@ -3,8 +3,7 @@
     prompt -> stretches: known? -> segments, at added tokens -> the gaps between them: known? -> pieces: known?
            -> all pieces that aren't, in one batch -> joined
 
-Looking up and joining belong to one thread, the event loop's; the batch in between may run in any, and releases the
-GIL.
+Looking up may run in any thread, and so may the batch, which releases the GIL. Joining belongs to the event loop's.
 """
 
 from collections.abc import Sequence
@@ -94,8 +93,9 @@ class PieceEncoder:
         return self._splitter.certain_chars(text)
 
     def look_up(self, text: str) -> PartialEncoding:
-        """What is known of a text. Its depth must be `SEGMENTS` or more."""
-        assert self.depth, "an encoder that takes nothing apart knows nothing"
+        """What is known of a text, for any thread. Not for an encoder that takes nothing apart; what is looked up while
+        it ceases to is finished.
+        """
         partial = PartialEncoding(self.cache, [])
         stretches = self._cutter.stretches(text) if self.depth is Depth.PIECES else (text,)
         if len(stretches) == 1:

@@ -13,6 +13,9 @@ from gateway.encoding.piece_learner import PieceLearner
 from gateway.encoding.self_check import Sample, SelfCheck
 from gateway.encoding.tokenizer import BACKENDS, Backend
 
+LOOKED_UP_INLINE_CHARS_MAX = 100_000
+"""Longer texts are looked up in a thread where their pieces are small: up to 20 ms for 100k tokens."""
+
 
 class PromptTokenizer(Protocol):
     """Encodes the prompts of one model."""
@@ -109,7 +112,8 @@ class CachedPieces:
         if encoder.looks_new(text):
             ids = await self._encode_new(text, adds_special)
         else:
-            partial = encoder.look_up(text)
+            is_long = len(text) > LOOKED_UP_INLINE_CHARS_MAX and not self._rest.is_quick
+            partial = await self._shared.pool.run(encoder.look_up, text) if is_long else encoder.look_up(text)
             missing = sum(partial.missing_chars)
             self._shared.on_encoded(len(text) - missing, missing)
             if encoder.is_quick(partial):
