@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
@@ -72,7 +72,7 @@ class RedisDirectory:
         self._connections, self._keys, self._clock = connections, keys, clock
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._unreadable: set[bytes] = set()
+        self._unreadable: dict[bytes, str] = {}
         self._loads: dict[bytes, Load] = {}
         """The last table's, decoded: most of them are as they were half a second ago."""
         self._failing_homes: frozenset[int] = frozenset()
@@ -179,6 +179,11 @@ class RedisDirectory:
     def keys(self) -> schema.Keyspace:
         """How this fleet's keys are named."""
         return self._keys
+
+    @property
+    def unreadable(self) -> Mapping[bytes, str]:
+        """Rows of the last table that can't be read, by incarnation: why. Nobody routes to these."""
+        return self._unreadable
 
     async def nodes(self) -> tuple[ServerNode, ...]:
         """The servers that hold records, as far as they are known: every master of a cluster, or the only one."""
@@ -314,7 +319,8 @@ class RedisDirectory:
 
         A load that can't be read costs its rates only: the engine itself may serve. Lookups go on meanwhile.
         """
-        members, unreadable = [], set()
+        members: list[Member] = []
+        unreadable: dict[bytes, str] = {}
         loads: dict[bytes, Load] = {}
         for number, row in enumerate(rows, 1):
             if number % ROWS_AT_ONCE == 0:
@@ -328,7 +334,7 @@ class RedisDirectory:
                 if load is None:
                     members[-1] = replace(members[-1], load=loads[row.load])
             except UnreadableMember as error:
-                unreadable.add(row.incarnation)
+                unreadable[row.incarnation] = str(error)
                 if row.incarnation not in self._unreadable:
                     _logger.warning("incarnation %s: %s", row.incarnation.hex(), error)
         self._unreadable, self._loads = unreadable, loads

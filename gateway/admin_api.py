@@ -1,12 +1,14 @@
 """The admin API on its own port: the fleet as JSON, probes, metrics. FastAPI describes it at `/openapi.json`."""
 
+import time
+from importlib.metadata import version
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from directory.members import HostRegistration, Member
+from directory.members import HostRegistration, Member, encode_registration
 from gateway.completion import Completion, Incoming, Prepared
 from gateway.encoding.encoder import Encoders
 from gateway.errors import BodyTooLarge, GatewayError
@@ -56,6 +58,8 @@ def create_admin_api(
         """Hosts and engines: state, tiers, what is booked, how exactly each is encoded; and how fresh that is."""
         table = fleet.table
         return {
+            "version": version("warmroute"),
+            "unix_time_s": time.time(),
             **_directory_row(fleet, lookup),
             "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
             "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in sorted(table.engines.items())],
@@ -161,5 +165,6 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
             "chunk_tokens": registration.chunk_tokens,
             "key_scheme": registration.key_scheme,
             "fleet_digest": registration.identity.fleet_digest().hex(),
+            "registration": orjson.loads(encode_registration(registration)),
         }
     return row

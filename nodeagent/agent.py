@@ -421,8 +421,7 @@ class _BothTiers:
 
     def learn(self, label: ChunkLabel) -> None:
         """See `Labelled`."""
-        if self._dram.hierarchy is not None:
-            self._dram.hierarchy.learn(label)
+        self._dram.learn(label)
         self._lower.learn(label)
 
 

@@ -1,5 +1,6 @@
 """`POST /forget`: has the agent forget, and gives the receipt. FORGET.md documents it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from nodeagent.http_api import bounded_body
 
 BODY_BYTES_MAX = 64 << 20
 """Four million token ids, or all keys that are taken at once."""
+BODIES_MAX = 4
+"""So many are read at a time: they are large."""
 
 
 def create_forget_api(
@@ -20,12 +23,17 @@ def create_forget_api(
 ) -> APIRouter:
     """The route. `engines` are those of this host: they know the identities that go by one digest."""
     router = APIRouter()
+    reading = asyncio.Semaphore(BODIES_MAX)
 
     @router.post("/forget")
     async def forget_chunks(request: Request, response: Response) -> dict[str, Any]:
-        body = await bounded_body(request, BODY_BYTES_MAX)
+        if reading.locked():
+            raise HTTPException(503, f"{BODIES_MAX} requests to forget are being read; try again")
+        async with reading:
+            body = await bounded_body(request, BODY_BYTES_MAX)
         try:
-            receipt = await forget(read_request(body, engines()))
+            # Off the event loop: millions of token ids are read and hashed.
+            receipt = await forget(await asyncio.to_thread(read_request, body, engines()))
         except ForgetRefused as error:
             raise HTTPException(400, str(error)) from error
         except TombstonesFull as error:

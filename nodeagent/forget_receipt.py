@@ -52,7 +52,8 @@ class Remains:
     back, or read, before anything of them is served. `salt_unknown`, `unlabelled` and `unlinked`: chunks that stay
     because nothing says of which salt they are, what they are at all, or what they follow (the chunk before them isn't
     here). `placements_pending`: the directory hasn't heard of all yet.
-    `engines`: engines' own memory isn't the agent's.
+    `engines`: engines' own memory isn't the agent's. `identity_unknown`: only a digest was given, and no engine here
+    tells whose it is; what shards of it hold isn't named.
     """
 
     open_references: Amount = field(default_factory=Amount)
@@ -63,6 +64,7 @@ class Remains:
     unlabelled: int = 0
     unlinked: int = 0
     placements_pending: int = 0
+    identity_unknown: bool = False
     engines: list[EngineRemains] = field(default_factory=list)
 
 

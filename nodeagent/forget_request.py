@@ -17,6 +17,8 @@ from nodeagent.tiers.chunk_file import IDENTITY_BYTES, UNKNOWN_IDENTITY
 KEYS_MAX = 65_536
 TOKENS_MAX = 4_194_304
 TP_SIZE_MAX = 1_024
+CHUNK_KEYS_MAX = 262_144
+"""Keys that are computed for one request: a fifth of a second of a thread."""
 _WAYS = ("identity", "keys", "salt", "token_ids")
 _HEX_DIGEST = re.compile(rf"[0-9a-fA-F]{{{2 * IDENTITY_BYTES}}}")
 
@@ -60,7 +62,8 @@ class ForgetRequest:
     """What is to be forgotten. `by` is the way in which it was named.
 
     Identities and a salt's tag narrow each other; keys stand for themselves; all that follows goes, too.
-    `reset_engines` has engines empty their own prefix caches.
+    `reset_engines` has engines empty their own prefix caches. `is_identity_unknown` where a digest was given that no
+    engine here has: of which shards' chunks it speaks isn't known.
     """
 
     by: str
@@ -69,6 +72,7 @@ class ForgetRequest:
     directory_keys: frozenset[bytes] = frozenset()
     storage_keys: frozenset[bytes] = frozenset()
     reset_engines: bool = False
+    is_identity_unknown: bool = False
 
 
 _DECODER = msgspec.json.Decoder(ForgetBody)
@@ -93,9 +97,12 @@ def _request(asked: ForgetBody, engines: Sequence[EngineRegistration]) -> Forget
         return ForgetRequest(by, directory_keys=keys, reset_engines=asked.reset_engines)
     if by == "token_ids":
         return _of_tokens(asked, engines)
-    identities = _digests(asked.identity, engines) if asked.identity is not None else frozenset()
     salt_tag = Scope(salt=asked.salt).salt_tag if asked.salt is not None else None
-    return ForgetRequest(by, identities, salt_tag, reset_engines=asked.reset_engines)
+    if asked.identity is None:
+        return ForgetRequest(by, salt_tag=salt_tag, reset_engines=asked.reset_engines)
+    known = _known(asked.identity, engines)
+    digests = frozenset[bytes]().union(*map(_all_of, known)) or frozenset([_digest(asked.identity)])
+    return ForgetRequest(by, digests, salt_tag, reset_engines=asked.reset_engines, is_identity_unknown=not known)
 
 
 def _way(asked: ForgetBody) -> str:
@@ -123,10 +130,20 @@ def _of_tokens(asked: ForgetBody, engines: Sequence[EngineRegistration]) -> Forg
     assert asked.identity is not None, "it was asked for"
     tokens = pack_tokens(asked.token_ids or ())
     scope = Scope(lora=bytes.fromhex(asked.lora) if asked.lora is not None else None, salt=asked.salt)
-    fleet, shards = _roots(asked.identity)
+    known = _known(asked.identity, engines)
+    # Where no engine tells more, a digest is the fleet's.
+    fleet = known[0].fleet_digest() if known else _digest(asked.identity)
+    shards = [each.shard_digest(rank) for each in known for rank in range(each.tp_size)]
+    sizes = _chunk_sizes(asked, fleet, engines)
+    keys = sum(len(asked.token_ids or ()) // size for size in sizes) * (1 + len(shards))
+    if keys > CHUNK_KEYS_MAX:
+        raise ForgetRefused(
+            f"these token_ids have {keys:,} chunk keys, with those of all shards, of at most {CHUNK_KEYS_MAX:,} at a "
+            "time; give the leading ones only (what follows them goes, too), or forget by identity or salt"
+        )
     directory_keys: set[bytes] = set()
     storage_keys: set[bytes] = set()
-    for chunk_tokens in _chunk_sizes(asked, fleet, engines):
+    for chunk_tokens in sizes:
         first = (asked.kept_tokens or 0) // chunk_tokens
         directory_keys.update(map(directory_key, chunk_keys(scope.root(fleet), tokens, chunk_tokens)[first:]))
         for shard in shards:
@@ -150,21 +167,12 @@ def _chunk_sizes(asked: ForgetBody, fleet: bytes, engines: Sequence[EngineRegist
     return told or {CHUNK_TOKENS_DEFAULT}
 
 
-def _roots(given: str | IdentityFields) -> tuple[bytes, list[bytes]]:
-    """The fleet digest, and those of the shards where the fields are given. Raises `IdentityRefused`."""
-    if isinstance(given, str):
-        return _digest(given), []
-    identity = _identity(given)
-    return identity.fleet_digest(), [identity.shard_digest(rank) for rank in range(identity.tp_size)]
-
-
-def _digests(given: str | IdentityFields, engines: Sequence[EngineRegistration]) -> frozenset[bytes]:
-    """All digests of an identity: the fleet's and each shard's. By one digest, where an engine here has it."""
+def _known(given: str | IdentityFields, engines: Sequence[EngineRegistration]) -> list[Identity]:
+    """The identity that is meant: by its fields, or by a digest that an engine here has; empty where none has it."""
     if not isinstance(given, str):
-        return _all_of(_identity(given))
+        return [_identity(given)]
     digest = _digest(given)
-    known = [every for each in engines if digest in (every := _all_of(each.identity))]
-    return frozenset({digest}).union(*known)
+    return list(dict.fromkeys(each.identity for each in engines if digest in _all_of(each.identity)))
 
 
 def _all_of(identity: Identity) -> frozenset[bytes]:
@@ -178,7 +186,8 @@ def _identity(fields: IdentityFields) -> Identity:
     return Identity(**msgspec.structs.asdict(fields))
 
 
-def _digest(text: str) -> bytes:
-    if not _HEX_DIGEST.fullmatch(text) or (digest := bytes.fromhex(text)) == UNKNOWN_IDENTITY:
+def _digest(given: str | IdentityFields) -> bytes:
+    assert isinstance(given, str), "fields are an identity"
+    if not _HEX_DIGEST.fullmatch(given) or (digest := bytes.fromhex(given)) == UNKNOWN_IDENTITY:
         raise ForgetRefused(f"an identity is its digest of {2 * IDENTITY_BYTES} hex digits, or its fields by name")
     return digest

@@ -45,9 +45,13 @@ PASSES_MAX = 8
 STEP_CHUNKS = 1_024
 WRITE_WAIT_S = 10.0
 """How long the receipt waits for a write in hand to come to nothing; it does later, too."""
+REMOVE_WAIT_S = 40.0
+"""How long a few files may take to go: longer than a drive may hang (`quarantine.py`)."""
 WITHDRAWN_KEYS_MAX = 4_096
 """Placements whose withdrawal is waited for a moment; the others follow."""
 LOOK_S = 1.0
+REST_FACTOR = 10.0
+"""A search that nobody asked for rests so much longer than it took: a busy prefix that was forgotten tells of much."""
 RETRY_S = 30.0
 DRAM, NVME = Tier.DRAM.label, Tier.NVME.label
 
@@ -128,23 +132,31 @@ class Forgetter:
 
     async def run(self) -> None:
         """Retry what drives refused, keep tombstones on drives that are back, search again where more is known."""
-        waited_s = 0.0
+        waited_s = rest_s = 0.0
         while True:
             await self._sleep(LOOK_S)
             waited_s += LOOK_S
+            rest_s -= LOOK_S
             try:
                 is_restoring = any(drive.is_up and drive.is_restoring for drive in self._drives)
-                if self._tombstones.is_grown and not is_restoring:
-                    self._tombstones.is_grown = False
-                    async with self._turn:
-                        await self._search_and_drop(_receipt("", "", 0.0), is_asked=False)
-                        await self._keeper.save()
+                if self._tombstones.is_grown and not is_restoring and rest_s <= 0:
+                    rest_s = await self._search_again() * REST_FACTOR
                 if waited_s >= RETRY_S:
                     waited_s = 0.0
-                    await self._retry()
+                    async with self._turn:
+                        await self._retry()
             except Exception:  # the edge of the loop: it is tried again
                 logger.exception("forgetting met a fault; trying again")
                 self._tombstones.is_grown = True
+
+    async def _search_again(self) -> float:
+        """Forget what is known by now to follow what was forgotten. Returns the seconds that it took."""
+        began = time.monotonic()
+        self._tombstones.is_grown = False
+        async with self._turn:
+            await self._search_and_drop(_receipt("", "", 0.0), is_asked=False)
+            await self._keeper.save()
+        return time.monotonic() - began
 
     async def _in_turn(self, request: ForgetRequest) -> Receipt | Exception:
         try:
@@ -171,14 +183,15 @@ class Forgetter:
         )
         receipt = _receipt(tombstone.number.hex(), request.by, tombstone.until_s)
         receipt.host, receipt.at = self._host, _iso(now_s)
-        self._tombstones.add(tombstone)
+        replaced = self._tombstones.add(tombstone)
         try:
             keys = await self._search_and_drop(receipt, is_asked=True)
         except TombstonesFull:
-            self._tombstones.remove(tombstone)
+            self._tombstones.remove(tombstone, replaced)
             raise
         receipt.kept_in, receipt.not_kept_in = await self._keeper.save()
-        receipt.is_confirmed = bool(receipt.kept_in) or not self._drives
+        receipt.is_confirmed = self._keeper.is_safe(receipt.kept_in) and not request.is_identity_unknown
+        receipt.remains.identity_unknown = request.is_identity_unknown
         await self._dram.clean()
         receipt.remains.placements_pending = self._placements_pending()
         await self._note_remains(receipt, request, keys)
@@ -207,10 +220,12 @@ class Forgetter:
         for number in range(PASSES_MAX):
             search = await self._search()
             if is_asked and not number:
-                new = [cut for cut in search.found.followers if self._tombstones.of_follower(cut) is None]
-                self._tombstones.check_room(len(new))
-            for cut, tombstone in search.found.followers.items():
+                new = sum(self._tombstones.is_new(cut, each) for cut, each in search.found.followers.items())
+                self._tombstones.check_room(new)
+            for place, (cut, tombstone) in enumerate(search.found.followers.items()):
                 self._tombstones.follow(tombstone, cut)
+                if place % STEP_CHUNKS == STEP_CHUNKS - 1:
+                    await asyncio.sleep(0)
             under_way |= self._under_way()
             receipt.remains.files_unread = sum(index.listed_files for _, index in search.drives)
             receipt.remains.salt_unknown = search.found.salt_unknown
@@ -298,16 +313,19 @@ class Forgetter:
 
     async def _remove(self, doomed: _Doomed, receipt: Receipt) -> None:
         """Remove one drive's files, as far as it is still the same."""
-        drive, index = doomed.drive, doomed.index
+        drive, index, removed = doomed.drive, doomed.index, 0
         for start in range(0, len(doomed.entries), VICTIMS_PER_STEP_MAX):
-            if drive.index is not index or not drive.is_up:
-                return
+            if drive.index is not index:
+                break
             files = [(each.name, each.size_bytes) for each in doomed.entries[start : start + VICTIMS_PER_STEP_MAX]]
-            receipt.forgotten.files_removed += await drive.room.remove(files, index)
+            removed += await _remove_files(drive, files, index)
+        receipt.forgotten.files_removed += removed
+        if drive.index is not index:
+            return  # it has failed: its files are looked at when it is back
         drive.account()
         stuck = {each.name for each in doomed.entries if each.name in drive.room.stuck}
         self._left.setdefault(drive.name, set()).update(stuck)
-        receipt.remains.files_unremoved += len(stuck)
+        receipt.remains.files_unremoved += len(doomed.entries) - removed
 
     async def _note_remains(self, receipt: Receipt, request: ForgetRequest, keys: set[bytes]) -> None:
         for engine in self._roster.engines:
@@ -328,9 +346,19 @@ class Forgetter:
             left = self._left.pop(drive.name, set())
             files = [(name, drive.room.stuck.pop(name)) for name in left if name in drive.room.stuck]
             if files:
-                await drive.room.remove(files, drive.index)
+                await _remove_files(drive, files, drive.index)
                 drive.account()
                 self._left[drive.name] = {name for name, _ in files if name in drive.room.stuck}
+
+
+async def _remove_files(drive: Drive, files: Sequence[tuple[bytes, int]], index: NvmeIndex) -> int:
+    """How many are gone. A drive that hangs mustn't keep others from forgetting: it is in quarantine by then."""
+    try:
+        async with asyncio.timeout(REMOVE_WAIT_S):
+            return await drive.room.remove(files, index)
+    except TimeoutError:
+        logger.error("files of what was forgotten aren't removed from %s: it hangs", drive.name)
+        return 0
 
 
 async def _account_of(index: NvmeIndex) -> ChainAccount:

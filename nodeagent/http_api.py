@@ -5,8 +5,10 @@ import contextlib
 import enum
 import hmac
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -85,7 +87,7 @@ def create_api(
 
     @app.get("/status")
     async def agent_status() -> dict[str, Any]:
-        return status()
+        return {"version": version("warmroute"), "unix_time_s": time.time(), **status()}
 
     @app.get("/files/{sha256}")
     async def file(sha256: str) -> Response:
@@ -102,8 +104,8 @@ def create_api(
 
 
 async def _check_token(token: str | None, request: Request) -> None:
-    given = request.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    given = request.headers.get("authorization", "").encode("latin-1")
+    if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise HTTPException(401, "this needs the agent's admin token", {"www-authenticate": "Bearer"})
 
 

@@ -36,7 +36,8 @@ class TombstoneKeeper:
     async def read(self) -> None:
         """At the start, before anything is indexed: what all places say. One that can't be read is asked again.
 
-        Raises `AgentError` where the state folder's can't be believed: what was forgotten would come back.
+        Raises `AgentError` where the state folder's can't be believed, or are more than can be remembered: what was
+        forgotten would come back.
         """
         try:
             data = await asyncio.to_thread(self._state.read_tombstones)
@@ -62,6 +63,14 @@ class TombstoneKeeper:
     def is_current(self) -> bool:
         """Whether every place that is there has all of them."""
         return not self._outdated()
+
+    def is_safe(self, kept_in: Sequence[str]) -> bool:
+        """Whether a next life knows in any case, before it indexes anything, what was kept in these places.
+
+        It reads the state folder first; and where that hasn't it, each drive must tell of its own files.
+        """
+        drives = {drive.name for drive in self._drives}
+        return STATE in kept_in or (bool(drives) and drives <= set(kept_in))
 
     async def save(self) -> tuple[list[str], list[str]]:
         """Have every place keep all; returns the names of those that have them now, and of those that haven't."""

@@ -30,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog="warmroute forget")
         forget_command.add_arguments(parser)
         return forget_command.run_command(parser.parse_args(given[1:]))
+    if given[:1] == ["doctor"]:
+        from warmroute import doctor_command
+
+        parser = argparse.ArgumentParser(prog="warmroute doctor")
+        doctor_command.add_arguments(parser)
+        return doctor_command.run_command(parser.parse_args(given[1:]))
     if given[:1] == ["agent"]:
         from warmroute import agent_command
 
@@ -46,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("agent", help="one node agent (see warmroute agent --help)")
     commands.add_parser("directory", help="who is in the fleet, who holds a chunk")
     commands.add_parser("forget", help="remove chunks from every host's tiers (see warmroute forget --help)")
+    commands.add_parser("doctor", help="what is wrong with a fleet, and how to mend it (see warmroute doctor --help)")
     keys.add_arguments(commands.add_parser("keys", help="the chunk keys of a prompt"))
     options = parser.parse_args(given)
     if options.command == "keys":

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pydantic import Field, SecretStr
 
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError
-from directory.members import HostRegistration, Member
+from directory.members import EngineRegistration, HostRegistration, Member
 from directory.redis_directory import RedisDirectory
 from gateway.config import DirectoryConfig, GatewayConfig, Section
 from nodeagent.config import AgentConfig
@@ -96,8 +96,7 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         flags = {"directory.url": options.redis, "directory.key_prefix": options.key_prefix}
         config = load(ForgetCommandConfig, options.config, os.environ, flags, others=(GatewayConfig, AgentConfig))
-        body = json.dumps(_asked(options)).encode()
-        answers = asyncio.run(_ask_all(config, body, options.host))
+        answers = asyncio.run(_ask_all(config, _asked(options), options.host))
     except (ConfigurationError, DirectoryError, ValueError, OSError) as error:
         print(f"warmroute forget: {error}", file=sys.stderr)
         return 2
@@ -118,6 +117,8 @@ def run_command(options: argparse.Namespace) -> int:
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """The body of the request. Raises `ValueError`; the agents check the rest."""
     asked: dict[str, Any] = {}
+    if options.salt_file is not None and (options.token_ids is None or options.salt_stdin):
+        raise ValueError("--salt-file says of which salt --token-ids are; to forget a whole salt: --salt-stdin")
     if options.identity is not None:
         asked["identity"] = _identity(options.identity)
     if options.keys is not None:
@@ -169,8 +170,11 @@ def _tokens(name: str) -> Any:
         raise ValueError("--token-ids must hold a JSON list of whole numbers") from None
 
 
-async def _ask_all(config: ForgetCommandConfig, body: bytes, names: Sequence[str] | None) -> list[HostAnswer]:
-    hosts = await _hosts(config.directory)
+async def _ask_all(
+    config: ForgetCommandConfig, asked: Mapping[str, Any], names: Sequence[str] | None
+) -> list[HostAnswer]:
+    members = await _members(config.directory)
+    hosts, body = _hosts(members), json.dumps(_with_fields(asked, members)).encode()
     unknown = sorted(set(names or ()) - set(hosts))
     if unknown:
         raise ValueError(f"no host of the name {printable(unknown[0])} is registered; see `warmroute directory hosts`")
@@ -180,7 +184,7 @@ async def _ask_all(config: ForgetCommandConfig, body: bytes, names: Sequence[str
         headers["authorization"] = f"Bearer {token.get_secret_value()}"
     at_once = asyncio.Semaphore(HOSTS_AT_ONCE_MAX)
     wait = httpx.Timeout(ANSWER_WAIT_S, connect=CONNECT_WAIT_S)
-    async with httpx.AsyncClient(timeout=wait, trust_env=False, headers=headers) as http:
+    async with httpx.AsyncClient(timeout=wait, trust_env=False, headers=httpx.Headers(headers, "utf-8")) as http:
 
         async def ask(host: str, url: str) -> HostAnswer:
             async with at_once:
@@ -190,15 +194,18 @@ async def _ask_all(config: ForgetCommandConfig, body: bytes, names: Sequence[str
         return await asyncio.gather(*(ask(host, url) for host, url in chosen))
 
 
-async def _hosts(config: DirectoryConfig) -> dict[str, str]:
-    """Every host of the table, and where its agent is. One that lapsed is asked as well: it may still serve."""
+async def _members(config: DirectoryConfig) -> Sequence[Member]:
     directory = RedisDirectory.connect(
         config.url.get_secret_value(), key_prefix=config.key_prefix, clock=time.monotonic, loads_functions=False
     )
     try:
-        members: Sequence[Member] = await directory.members()
+        return await directory.members()
     finally:
         await directory.aclose()
+
+
+def _hosts(members: Sequence[Member]) -> dict[str, str]:
+    """Every host of the table, and where its agent is. One that lapsed is asked as well: it may still serve."""
     lives = [member for member in members if isinstance(member.registration, HostRegistration) and not member.retired]
     # The live ones last: where a host has several lives, they are believed.
     return {
@@ -206,6 +213,22 @@ async def _hosts(config: DirectoryConfig) -> dict[str, str]:
         for member in sorted(lives, key=lambda each: (each.is_live, each.remaining_s))
         if isinstance(member.registration, HostRegistration)
     }
+
+
+def _with_fields(asked: Mapping[str, Any], members: Sequence[Member]) -> dict[str, Any]:
+    """An identity that is given by digest, by its fields where an engine of the table has it: every host knows those.
+
+    A host without that engine couldn't tell from a digest which shards are meant.
+    """
+    digest = asked.get("identity")
+    identities = {
+        member.registration.identity for member in members if isinstance(member.registration, EngineRegistration)
+    }
+    for identity in identities:
+        digests = [identity.fleet_digest(), *map(identity.shard_digest, range(identity.tp_size))]
+        if isinstance(digest, str) and bytes.fromhex(digest) in digests:
+            return {**asked, "identity": asdict(identity)}
+    return dict(asked)
 
 
 async def _ask(http: httpx.AsyncClient, host: str, url: str, body: bytes) -> HostAnswer:
@@ -224,8 +247,16 @@ async def _ask(http: httpx.AsyncClient, host: str, url: str, body: bytes) -> Hos
     if not isinstance(said, dict) or "is_confirmed" not in said:
         detail = said.get("detail") if isinstance(said, dict) else None
         return HostAnswer(host, None, f"refused ({answer.status_code}): {detail or 'no reason was given'}")
-    trouble = None if said["is_confirmed"] is True else "it couldn't be kept that this is forgotten"
-    return HostAnswer(host, said, trouble)
+    return HostAnswer(host, said, _trouble(said))
+
+
+def _trouble(receipt: Mapping[str, Any]) -> str | None:
+    """Why a receipt doesn't confirm."""
+    if receipt["is_confirmed"] is True:
+        return None
+    if (receipt.get("remains") or {}).get("identity_unknown"):
+        return "no engine tells whose digest this is: give the identity's fields, as JSON"
+    return "it couldn't be kept that this is forgotten"
 
 
 def _row(answer: HostAnswer) -> dict[str, Any]:

@@ -27,7 +27,7 @@ Origin = tuple[bytes, bytes | None]
 class ChainAccount:
     """A copy of what one tier knows of its chunks, in columns; rows with the serial 0 hold nothing.
 
-    `origins` are numbers in `values`; `used_at_s` is when a chunk was last known to be used, or `inf`.
+    `origins` are numbers in `values`; `written_at_s` is when a chunk was put, in wall time.
     """
 
     keys: bytes
@@ -36,7 +36,7 @@ class ChainAccount:
     flags: bytes
     positions: "array[int]"
     origins: "array[int]"
-    used_at_s: "array[float]"
+    written_at_s: "array[float]"
     serials: "array[int]"
     values: dict[int, Origin]
 
@@ -64,7 +64,7 @@ def account_of(chunks: Sequence[Held]) -> ChainAccount:
         ),
         positions=array("Q", (label.position for label in labels)),
         origins=array("I", (origins.setdefault((each.identity, each.label.salt_tag), len(origins)) for each in chunks)),
-        used_at_s=array("d", (each.written_at_s for each in chunks)),
+        written_at_s=array("d", (each.written_at_s for each in chunks)),
         serials=array("I", [1]) * len(chunks),
         values={number: origin for origin, number in origins.items()},
     )
@@ -79,7 +79,7 @@ def account_in_steps(
 
     Rows may change between steps. Those whose serial isn't what it was in the beginning hold nothing in the account.
     """
-    positions, used_at_s, live_origins, live_serials = numbers
+    positions, written_at_s, live_origins, live_serials = numbers
     serials = live_serials[:]
     rows = len(serials)
     copies: list[bytes] = []
@@ -97,7 +97,15 @@ def account_in_steps(
     values = {number: origin for origin, number in origins.items()}
     keys, parents, directory_keys, flags = copies
     return ChainAccount(
-        keys, parents, directory_keys, flags, positions[:rows], live_origins[:rows], used_at_s[:rows], serials, values
+        keys,
+        parents,
+        directory_keys,
+        flags,
+        positions[:rows],
+        live_origins[:rows],
+        written_at_s[:rows],
+        serials,
+        values,
     )
 
 
@@ -233,4 +241,4 @@ class _Walk:
         return None
 
     def _at_s(self, row: int) -> float:
-        return min(self._account.used_at_s[row], self._now)
+        return min(self._account.written_at_s[row], self._now)

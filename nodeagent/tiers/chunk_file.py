@@ -16,6 +16,7 @@ The header, little-endian, without gaps; what follows its fields is zero up to i
        120     32  identity digest: the shard's, or the fleet's where one file holds every rank; zeros where unknown
        152     16  xxh3-128 of the payload
        168     16  salt tag, or zeros where unknown: files of earlier releases have none
+       184      8  when the chunk was put, a double of seconds since 1970; 0 where unknown, as in those files
       4080     16  xxh3-128 of the 4080 bytes before
 
 The name is the sha256 of the storage key in hex, two levels down: `aa/bb/aabb...`. Keys may be of any length one day;
@@ -23,6 +24,7 @@ names never are. A file is written under a temporary name beside its place and t
 """
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 
@@ -41,7 +43,7 @@ NAME_BYTES = 32
 UNKNOWN_IDENTITY = bytes(IDENTITY_BYTES)
 CHECKSUM_BYTES = 16
 
-_FIELDS = struct.Struct("<8sHHIQQQ32s32s16s32s16s16s")
+_FIELDS = struct.Struct("<8sHHIQQQ32s32s16s32s16s16sd")
 _HAS_DIRECTORY_KEY = 1
 _HAS_PARENT = 2
 _NO_TAG = bytes(SALT_TAG_BYTES)
@@ -49,12 +51,16 @@ _NO_TAG = bytes(SALT_TAG_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What a file says of its chunk. `length` counts the payload's bytes; `checksum` is the payload's xxh3-128."""
+    """What a file says of its chunk. `length` counts the payload's bytes; `checksum` is the payload's xxh3-128.
+
+    `written_at_s` is when it was put first, in wall time: the file's own time changes with each use. 0: unknown.
+    """
 
     label: ChunkLabel
     identity: bytes
     length: int
     checksum: bytes
+    written_at_s: float = 0.0
 
 
 def name_of(storage_key: bytes) -> bytes:
@@ -90,6 +96,7 @@ def encode_header(header: FileHeader) -> bytes:
         header.identity,
         header.checksum,
         label.salt_tag or _NO_TAG,
+        header.written_at_s,
     )
     body = fields.ljust(HEADER_BYTES - CHECKSUM_BYTES, b"\0")
     return body + xxhash.xxh3_128_digest(body)
@@ -113,6 +120,7 @@ def decode_header(data: bytes | bytearray) -> FileHeader:
         identity,
         checksum,
         salt_tag,
+        written_at_s,
     ) = _FIELDS.unpack_from(data)
     if version != VERSION:
         raise ChunkForeign(f"a file has version {version}; this agent reads version {VERSION}")
@@ -129,4 +137,6 @@ def decode_header(data: bytes | bytearray) -> FileHeader:
     )
     if not label.is_sound():
         raise ChunkCorrupt("a file's header has a label that no chunk can have")
-    return FileHeader(label, identity, length, checksum)
+    if not math.isfinite(written_at_s):
+        raise ChunkCorrupt("a file's header has a time that is none")
+    return FileHeader(label, identity, length, checksum, written_at_s)

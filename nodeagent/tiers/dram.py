@@ -9,12 +9,15 @@ from typing import Any
 
 import xxhash
 
-from nodeagent.errors import MemoryShort, TierUnavailable
+from nodeagent.errors import DriveAway, MemoryShort, TierUnavailable
 from nodeagent.label_book import LabelBook
+from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import AgentMetrics
 from nodeagent.tiers.arena import Arena
 from nodeagent.tiers.arena_memory import ArenaWish, slot_bytes_for
+from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY
+from nodeagent.tiers.drive_threads import DriveThreads
 from nodeagent.tiers.eviction import POLICIES
 from nodeagent.tiers.hierarchy import Entry, Hierarchy, Reservation
 from nodeagent.tiers.tombstones import Tombstones
@@ -25,6 +28,7 @@ VICTIMS_PER_STEP_MAX = 64
 CHECK_THREADS = 2
 CLEANED_PER_STEP_MAX = 8
 """Slots that are zeroed in one go of a thread, between which it may check what engines put."""
+CLEANINGS_MAX = 4
 STALE_FRACTION = 16
 """One free slot in so many is taken to be zeroed at a time: as many fewer are free meanwhile."""
 ZEROS_BYTES = 1 << 20
@@ -81,6 +85,7 @@ class DramTier:
         self._free_low = asyncio.Event()
         self._is_unclean = asyncio.Event()
         self._threads = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="warmroute-check")
+        self._cleaning = DriveThreads(self._threads, CLEANINGS_MAX)
         metrics.bytes_limit.labels("dram").set(quota_bytes)
         metrics.bytes_used.labels("dram").set(0)
 
@@ -116,6 +121,12 @@ class DramTier:
                 "bytes, sized for the engine that came first; run engines of one model and layout on a host"
             )
         return self.hierarchy
+
+    def learn(self, label: ChunkLabel) -> None:
+        """A label has become known. Where it is forgotten, so is what follows, be its own chunk here or not."""
+        self.tombstones.meet(label, UNKNOWN_IDENTITY)
+        if self.hierarchy is not None:
+            self.hierarchy.learn(label)
 
     def account(self) -> None:
         """Bring the gauge of bytes in use, and the work-ahead eviction, up to date after a change."""
@@ -200,7 +211,11 @@ class DramTier:
         while slots := take(CLEANED_PER_STEP_MAX):
             for start in range(0, len(slots), CLEANED_PER_STEP_MAX):
                 some = slots[start : start + CLEANED_PER_STEP_MAX]
-                await asyncio.get_running_loop().run_in_executor(self._threads, _zero, arena, some)
+                try:
+                    await self._cleaning.do(_zero, arena, some)
+                except DriveAway:
+                    # The machine gives no thread: as with checks, everybody waits for this one.
+                    _zero(arena, some)
                 for slot in some:
                     arena.free_cleaned(slot)
             self.account()

@@ -183,6 +183,7 @@ class Drive:
             "is_write_paused": self.is_paused,
             "is_crowded": self.room.is_crowded,
             "is_direct": self.tested is not None and self.tested.is_direct,
+            "direct_refusal": self.tested.direct_refusal if self.tested is not None else None,
             "read_bytes_per_s": round(self.rate.cost.bytes_per_s),
             "read_fixed_s": round(self.rate.cost.fixed_s, 6),
         }

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import xxhash
@@ -212,7 +212,7 @@ class FolderStore:
             header = self._read_header(fd)
             if header.label.storage_key != label.storage_key:
                 raise ChunkCorrupt("a file holds another chunk than its name says")
-            renewed = FileHeader(label, header.identity, header.length, header.checksum)
+            renewed = replace(header, label=label)
             self._io.write_header(fd, encode_header(renewed))
 
     def remove(self, name: bytes) -> None:

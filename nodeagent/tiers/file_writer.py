@@ -158,8 +158,8 @@ class FileWriter:
                 hierarchy.let_go(entry)
 
     async def _write_file(self, arena: Arena, entry: Entry) -> None:
-        header, index = FileHeader(entry.label, entry.identity, entry.length, entry.checksum), self._drive.index
-        begun_at_s = self._drive.tombstones.now()
+        header = FileHeader(entry.label, entry.identity, entry.length, entry.checksum, entry.written_at_s)
+        index = self._drive.index
         try:
             is_new = await self._drive.writes.do(
                 _write_slot, self._drive.store, header, arena, entry.slot, self._drive.tombstones
@@ -191,10 +191,10 @@ class FileWriter:
         if index is not self._drive.index:
             return
         self._drive.pause.note_success()
-        if self._is_forgotten(entry, begun_at_s):
+        if self._is_forgotten(entry):
             await self._remove_forgotten(header, file_bytes(entry.length) if is_new else 0)
             return
-        written = NvmeEntry(header.label, entry.identity, entry.length, entry.checksum)
+        written = NvmeEntry(header.label, entry.identity, entry.length, entry.checksum, written_at_s=entry.written_at_s)
         self._drive.room.note_written(written.name, written.size_bytes if is_new else 0, self._drive.index)
         self._drive.index.add(written)
         # Where the label became known during the write, or the file that was there had none.
@@ -223,8 +223,9 @@ class FileWriter:
         except OSError as error:
             self._note_failure(error)
 
-    def _is_forgotten(self, entry: Entry, begun_at_s: float) -> bool:
-        return entry.is_forgotten or self._drive.tombstones.find(entry.label, entry.identity, begun_at_s) is not None
+    def _is_forgotten(self, entry: Entry) -> bool:
+        found = self._drive.tombstones.find(entry.label, entry.identity, entry.written_at_s)
+        return entry.is_forgotten or found is not None
 
     async def _remove_forgotten(self, header: FileHeader, size_bytes: int) -> None:
         """A chunk was forgotten while its file was written: the file goes, and whatever stood there before."""
@@ -240,7 +241,7 @@ class FileWriter:
     def _learn(self, known: NvmeEntry, label: ChunkLabel) -> None:
         if not label.adds_to(known.label):
             return
-        if self._drive.tombstones.find(label, known.identity) is not None:
+        if self._drive.tombstones.meet(label, known.identity, known.written_at_s):
             self._drive.doom(known, "forgotten")
         else:
             self._drive.index.set_label(known, label)
@@ -275,12 +276,11 @@ class FileWriter:
 
 def _write_slot(store: Store, header: FileHeader, arena: Arena, slot: int, tombstones: Tombstones) -> bool:
     """Write a file. One that is forgotten meanwhile goes again here: a drive that hung may be nobody's by then."""
-    begun_at_s = tombstones.now()
     with arena.view(slot, header.length) as view:
         if xxhash.xxh3_128_digest(view) != header.checksum:
             raise ChunkCorrupt("its slot doesn't hold its bytes any more")
         is_new = store.put(header, view)
-    if tombstones.find(header.label, header.identity, begun_at_s) is not None:
+    if tombstones.find(header.label, header.identity, header.written_at_s) is not None:
         with contextlib.suppress(OSError):
             store.remove(name_of(header.label.storage_key))
         raise ChunkForgotten("a chunk was forgotten while it was written")

@@ -373,7 +373,8 @@ class Hierarchy:
         for entry in victims:
             assert not entry.is_indexed, "only a chunk that nobody finds is freed"
             assert not entry.references, "and that nobody reads"
-            self.arena.free(entry.slot)
+            is_forgotten = self.tombstones.find(entry.label, entry.identity, entry.written_at_s) is not None
+            self.arena.free(entry.slot, is_forgotten=is_forgotten)
 
     def drop(self, entry: Entry) -> None:
         """Stop serving a chunk at once (its bytes are bad); its slot goes with its last reference."""

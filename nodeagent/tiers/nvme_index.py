@@ -40,7 +40,8 @@ _USED_NOW = math.inf
 class NvmeEntry:
     """One chunk on disk, as it was known at one moment. `identity` is the digest in its header.
 
-    `length` and `checksum` are the payload's; `serial` tells it from what is indexed under its key at another time.
+    `length` and `checksum` are the payload's, `written_at_s` is as in a header; `serial` tells it from what is indexed
+    under its key at another time.
     """
 
     label: ChunkLabel
@@ -48,6 +49,7 @@ class NvmeEntry:
     length: int
     checksum: bytes
     serial: int = 0
+    written_at_s: float = 0.0
 
     @property
     def name(self) -> bytes:
@@ -99,7 +101,7 @@ class NvmeIndex:
         self._positions, self._lengths = array("Q"), array("Q")
         self._origins, self._serials = array("I"), array("I")
         self._next_of_label = array("I")
-        self._used_at_s = array("d")
+        self._used_at_s, self._written_at_s = array("d"), array("d")
         self._table = KeyTable(self._keys, STORAGE_KEY_BYTES)
         self._labels = KeyTable(self._directory_keys, DIRECTORY_KEY_BYTES)
         self._order = UseOrder()
@@ -174,7 +176,8 @@ class NvmeIndex:
 
     def restore(self, header: FileHeader, used_at_s: float) -> None:
         """A listed file's header was read: index its chunk as the oldest, and announce it."""
-        entry = NvmeEntry(header.label, header.identity, header.length, header.checksum)
+        written_at_s = header.written_at_s or used_at_s
+        entry = NvmeEntry(header.label, header.identity, header.length, header.checksum, written_at_s=written_at_s)
         self.used_bytes += entry.size_bytes - self.unlist(entry.name)
         row = self._insert(entry)
         self._used_at_s[row] = used_at_s
@@ -241,7 +244,7 @@ class NvmeIndex:
     def account_of_chains(self) -> Generator[None, None, ChainAccount]:
         """Makes what `find_forgotten` needs, a step at a time, and returns it."""
         columns = (self._keys, self._parents, self._directory_keys, self._flags)
-        numbers = (self._positions, self._used_at_s, self._origins, self._serials)
+        numbers = (self._positions, self._written_at_s, self._origins, self._serials)
         return account_in_steps(columns, numbers, self._known_origins)
 
     def account_of_use(self) -> Iterator[UseAccount]:
@@ -303,7 +306,7 @@ class NvmeIndex:
         self._lengths[row] = entry.length
         self._origins[row] = self._known_origins.take((entry.identity, label.salt_tag))
         self._serials[row] = next(self._new_serials) & _SERIAL_MASK
-        self._used_at_s[row] = _USED_NOW
+        self._used_at_s[row], self._written_at_s[row] = _USED_NOW, entry.written_at_s
         self._count += 1
         self._table.add(row)
         self._write_label(row, label)
@@ -324,6 +327,7 @@ class NvmeIndex:
             numbers.append(0)
         self._next_of_label.append(NO_ROW)
         self._used_at_s.append(_USED_NOW)
+        self._written_at_s.append(0.0)
         self._order.make_place()
         return row
 
@@ -400,7 +404,8 @@ class NvmeIndex:
     def _entry(self, row: int) -> NvmeEntry:
         checksum = bytes(self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES])
         identity, _ = self._known_origins.value(self._origins[row])
-        return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row])
+        written_at_s = self._written_at_s[row]
+        return NvmeEntry(self._label(row), identity, self._lengths[row], checksum, self._serials[row], written_at_s)
 
 
 def _copy(column: Column, copied: Column, items: int) -> Iterator[None]:

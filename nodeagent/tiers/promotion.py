@@ -356,6 +356,8 @@ class Promotion:
             reason = granted.outcome.value if is_forgotten else f"promote_{granted.outcome.value}"
             self._metrics.admission_refused.labels(reason).inc()
             return None
+        # Wherever they lie, bytes are as old as they are.
+        granted.reservation.written_at_s = entry.written_at_s
         load = self._loads[key] = _Load()
         load.task = self._group.create_task(self._read(load, entry, granted.reservation, hierarchy))
         return load

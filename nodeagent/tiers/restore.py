@@ -132,7 +132,4 @@ def _take(
 
 def _is_forgotten(drive: Drive, header: FileHeader, modified_s: float) -> bool:
     """Whether a file that was written then is of what was forgotten: its chunk is never indexed."""
-    revision = drive.tombstones.revision
-    is_forgotten = drive.tombstones.meet(header.label, header.identity, modified_s)
-    drive.tombstones.is_grown |= drive.tombstones.revision != revision
-    return is_forgotten
+    return drive.tombstones.meet(header.label, header.identity, header.written_at_s or modified_s)

@@ -156,8 +156,8 @@ class Room:
             return 0
         try:
             errors = await self._threads.do(_remove_each, self._store, [name for name, _ in files])
-        except DriveAway:
-            return 0
+        except DriveAway as away:
+            errors = [away] * len(files)
         gone = errors.count(None)
         if life != self._lives:
             return gone
@@ -245,8 +245,8 @@ class Room:
         return files
 
 
-def _remove_each(store: Store, names: Sequence[bytes]) -> list[OSError | None]:
-    errors: list[OSError | None] = []
+def _remove_each(store: Store, names: Sequence[bytes]) -> list[OSError | DriveAway | None]:
+    errors: list[OSError | DriveAway | None] = []
     for name in names:
         try:
             store.remove(name)

@@ -43,6 +43,8 @@ class SelfTest:
     is_direct: bool
     read_bytes_per_s: float | None = None
     read_fixed_s: float | None = None
+    direct_refusal: str | None = None
+    """Why direct I/O isn't used."""
 
 
 def self_test(folder: int, path: str) -> SelfTest:
@@ -58,7 +60,8 @@ def self_test(folder: int, path: str) -> SelfTest:
             error.errno,
             errno.errorcode.get(error.errno or 0, "?"),
         )
-    return SelfTest(BufferedIo(), False, *_try(folder, BufferedIo()))
+        refusal = f"errno {error.errno}, {errno.errorcode.get(error.errno or 0, '?')}"
+    return SelfTest(BufferedIo(), False, *_try(folder, BufferedIo()), direct_refusal=refusal)
 
 
 def _try(folder: int, io: FileIo) -> tuple[float | None, float | None]:

@@ -38,8 +38,12 @@ def read_tombstones(folder: int) -> bytes | None:
         fd = os.open(NAME, os.O_RDONLY | _FLAGS, dir_fd=folder)
     except FileNotFoundError:
         return None
-    with open(fd, "rb") as file:
-        data = file.read(BOOK_BYTES_MAX + 1)
+    try:
+        # Where a folder stands there, this refuses the descriptor, and wouldn't close it.
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(BOOK_BYTES_MAX + 1)
+    finally:
+        os.close(fd)
     if len(data) > BOOK_BYTES_MAX:
         raise TombstonesUnreadable(f"they take more than {BOOK_BYTES_MAX:,} bytes")
     return data

@@ -40,6 +40,7 @@ _MAGIC = b"WRTOMB\0\1"
 _CHECKSUM_BYTES = 16
 
 Key = TypeVar("Key")
+Names = tuple[frozenset[bytes], bytes | None, frozenset[bytes]]
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +62,11 @@ class Tombstone:
     def keys(self) -> int:
         """How many keys it holds."""
         return len(self.directory_keys) + len(self.followers)
+
+    @property
+    def names(self) -> "Names":
+        """All that it was told; one that was told the same later takes its place."""
+        return self.identities, self.salt_tag, self.directory_keys
 
     def names_origin(self, identity: bytes, salt_tag: bytes | None) -> bool:
         """Whether it is of all chunks of this identity and salt."""
@@ -86,7 +92,7 @@ class Tombstones:
     """All tombstones of a host. Threads may ask `find`; everything else belongs to the event loop.
 
     `revision` changes with every change. `is_grown` is set where what is indexed already may be forgotten by now:
-    another copy of the book, or a file that was found, told more.
+    another copy of the book told more, or a put, a label or a file that was found told what follows what.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, keys_max: int = KEYS_MAX) -> None:
@@ -96,6 +102,7 @@ class Tombstones:
         self._keys_max = keys_max
         self._keys = 0
         self._all: dict[bytes, Tombstone] = {}
+        self._by_names: dict[Names, Tombstone] = {}
         self._by_origin: dict[tuple[bytes | None, bytes | None], Tombstone] = {}
         self._by_directory_key: dict[bytes, Tombstone] = {}
         self._by_follower: dict[bytes, Tombstone] = {}
@@ -114,10 +121,14 @@ class Tombstones:
         return bool(self._by_directory_key or self._by_follower)
 
     def find(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> Tombstone | None:
-        """What forgets a chunk that was, or began to be, written then; now, if nothing is said."""
+        """What forgets a chunk that was, or began to be, written then; now, if nothing is said.
+
+        Nothing was written in the future: a clock was set back meanwhile.
+        """
         if not self._all:
             return None
-        at_s = self.now() if written_at_s is None else written_at_s
+        now = self.now()
+        at_s = now if written_at_s is None else min(written_at_s, now)
         for known in (
             self.of_origin(identity, label.salt_tag),
             self._by_directory_key.get(label.directory_key) if label.directory_key is not None else None,
@@ -129,10 +140,15 @@ class Tombstones:
         return None
 
     def meet(self, label: ChunkLabel, identity: bytes, written_at_s: float | None = None) -> bool:
-        """Whether a chunk is forgotten. If so, and it doesn't show that by itself, so is what follows, from now on."""
+        """Whether a chunk is forgotten. If so, and it doesn't show that by itself, so is what follows, from now on.
+
+        What follows may be indexed already: the next search finds it.
+        """
         found = self.find(label, identity, written_at_s)
         if found is not None and not found.names_origin(identity, label.salt_tag):
+            revision = self.revision
             self.follow(found, label.storage_key[:CUT_BYTES])
+            self.is_grown |= self.revision != revision
         return found is not None
 
     def of_origin(self, identity: bytes, salt_tag: bytes | None) -> Tombstone | None:
@@ -151,13 +167,18 @@ class Tombstones:
         """What the chunk under this storage key (cut) follows."""
         return self._by_follower.get(cut)
 
-    def add(self, tombstone: Tombstone) -> None:
-        """One more. Raises `TombstonesFull`; old ones go first."""
+    def add(self, tombstone: Tombstone) -> Tombstone | None:
+        """One more, which takes the place of an earlier one of the same names, and knows what follows that.
+
+        Returns the one replaced, for `remove`. Raises `TombstonesFull`; old ones go first.
+        """
         self.sweep()
-        self.check_room(tombstone.keys)
-        if len(self._all) >= TOMBSTONES_MAX:
-            raise TombstonesFull(f"{TOMBSTONES_MAX:,} forgets are remembered already; the oldest go after 30 days")
-        self._take_in(tombstone)
+        replaced = self._by_names.get(tombstone.names)
+        if replaced is not None and replaced.until_s > tombstone.until_s:
+            replaced = None  # the clock was set back
+        self._check_fits(tombstone, replaced)
+        self._take_in(tombstone, replaced)
+        return replaced
 
     def check_room(self, keys: int) -> None:
         """Raises `TombstonesFull` where so many keys more can't be remembered."""
@@ -166,6 +187,11 @@ class Tombstones:
                 f"{keys:,} keys would have to be remembered, with {self._keys:,} of at most {self._keys_max:,} there "
                 "already; forget by identity or salt instead, which need none, or fewer keys at a time"
             )
+
+    def is_new(self, cut: bytes, tombstone: Tombstone) -> bool:
+        """Whether `follow` would have to remember one key more."""
+        known = self._by_follower.get(cut)
+        return (known is None or known.until_s < tombstone.until_s) and cut not in tombstone.followers
 
     def follow(self, tombstone: Tombstone, cut: bytes) -> bool:
         """A chunk (its storage key, cut) was found to follow what a tombstone names: what follows it does, too.
@@ -183,9 +209,11 @@ class Tombstones:
         self.revision += 1
         return True
 
-    def remove(self, tombstone: Tombstone) -> None:
-        """One that was added, and came to nothing."""
+    def remove(self, tombstone: Tombstone, replaced: Tombstone | None = None) -> None:
+        """One that was added, and came to nothing: what it `replaced` is back."""
         if self._all.pop(tombstone.number, None) is not None:
+            if replaced is not None:
+                self._all[replaced.number] = replaced
             self._rebuild()
 
     def sweep(self) -> None:
@@ -198,46 +226,72 @@ class Tombstones:
             self._rebuild()
 
     def merge(self, others: Iterable[Tombstone]) -> int:
-        """Take over what another copy of the book says; returns of how many it said more."""
-        more = 0
+        """Take over what another copy of the book says; returns of how many it said more.
+
+        Raises `TombstonesFull` where it says more than can be remembered; what could be is.
+        """
+        more, full, now = 0, None, self.now()
         for other in sorted(others, key=lambda each: each.until_s, reverse=True):
-            known = self._all.get(other.number)
-            if known is None and (len(self._all) >= TOMBSTONES_MAX or self._keys + other.keys > self._keys_max):
+            if other.until_s + KEEP_S < now:
                 continue
-            if known is None:
-                self._take_in(other)
-                more += 1
-            elif other.followers - known.followers:
-                for cut in other.followers - known.followers:
-                    self.follow(known, cut)
-                more += 1
+            known = self._all.get(other.number) or self._by_names.get(other.names)
+            try:
+                if known is None or known.until_s < other.until_s:
+                    self._check_fits(other, known)
+                    self._take_in(other, known)
+                    more += 1
+                elif new := other.followers - known.followers:
+                    self.check_room(len(new))
+                    for cut in new:
+                        self.follow(known, cut)
+                    more += 1
+            except TombstonesFull as error:
+                full = error
         self.is_grown = self.is_grown or more > 0
+        if full is not None:
+            raise full
         return more
 
     def dump(self) -> bytes:
-        """All of them, to be kept."""
+        """All of them, to be kept. In no order: to sort them would take most of the time, for which all wait."""
         body = _ENCODER.encode(
             [
                 _Saved(
                     each.number,
                     each.until_s,
-                    sorted(each.identities),
+                    list(each.identities),
                     each.salt_tag,
-                    b"".join(sorted(each.directory_keys)),
-                    b"".join(sorted(each.followers)),
+                    b"".join(each.directory_keys),
+                    b"".join(each.followers),
                 )
-                for each in sorted(self._all.values(), key=lambda each: each.number)
+                for each in self._all.values()
             ]
         )
         return _MAGIC + xxhash.xxh3_128_digest(body) + body
 
-    def _take_in(self, tombstone: Tombstone) -> None:
+    def _check_fits(self, tombstone: Tombstone, replaced: Tombstone | None) -> None:
+        followers, gone = tombstone.followers, 0
+        if replaced is not None:
+            followers, gone = followers | replaced.followers, replaced.keys
+        self.check_room(len(tombstone.directory_keys) + len(followers) - gone)
+        if replaced is None and len(self._all) >= TOMBSTONES_MAX:
+            raise TombstonesFull(
+                f"{TOMBSTONES_MAX:,} different forgets are remembered already; the oldest go after 30 days"
+            )
+
+    def _take_in(self, tombstone: Tombstone, replaced: Tombstone | None) -> None:
+        """Whatever led to the one replaced leads to this one, which names all of it and ends no earlier."""
+        if replaced is not None:
+            self._keys -= replaced.keys
+            del self._all[replaced.number]
+            tombstone.followers |= replaced.followers
         self._all[tombstone.number] = tombstone
         self._index(tombstone)
         self.revision += 1
 
     def _index(self, tombstone: Tombstone) -> None:
         self._keys += tombstone.keys
+        _keep_later(self._by_names, tombstone.names, tombstone)
         origins: list[tuple[bytes | None, bytes | None]] = []
         if tombstone.identities:
             origins = [(identity, tombstone.salt_tag) for identity in tombstone.identities]
@@ -252,7 +306,7 @@ class Tombstones:
 
     def _rebuild(self) -> None:
         self._keys = 0
-        self._by_origin, self._by_directory_key, self._by_follower = {}, {}, {}
+        self._by_names, self._by_origin, self._by_directory_key, self._by_follower = {}, {}, {}, {}
         for each in self._all.values():
             self._index(each)
         self.revision += 1

@@ -1,6 +1,7 @@
 """The file's header, byte by byte; and the folder's promises."""
 
 import hashlib
+import math
 import os
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ HEADERS = st.builds(
     KEYS,
     U64,
     st.binary(min_size=16, max_size=16),
+    st.floats(0, 1e12),
 ).filter(lambda header: header.label.is_sound())
 GOLDEN = FileHeader(
     ChunkLabel(bytes(range(32)), bytes(range(100, 116)), bytes(range(40, 72)), 7), b"i" * 32, 1_000, b"c" * 16
@@ -55,11 +57,17 @@ def test_a_header_has_the_golden_bytes():
     assert len(data) == 4_096
 
 
-def test_a_salt_tag_follows_the_fields_that_earlier_releases_wrote():
-    tagged = replace(GOLDEN, label=changed(GOLDEN.label, salt_tag=b"s" * 16))
+def test_a_salt_tag_and_a_date_follow_the_fields_that_earlier_releases_wrote():
+    tagged = replace(GOLDEN, label=changed(GOLDEN.label, salt_tag=b"s" * 16), written_at_s=1.5)
     data, fields = encode_header(tagged), bytes.fromhex(GOLDEN_FIELDS)
-    assert data[: len(fields) + 16] == fields + b"s" * 16
+    assert data[: len(fields) + 24] == fields + b"s" * 16 + bytes(6) + b"\xf8\x3f"
     assert decode_header(encode_header(GOLDEN)).label.salt_tag is None
+
+
+@pytest.mark.parametrize("date", [math.nan, math.inf])
+def test_a_date_that_is_none_is_refused(date):
+    with pytest.raises(ChunkCorrupt, match="time"):
+        decode_header(encode_header(replace(GOLDEN, written_at_s=date)))
 
 
 @given(HEADERS)

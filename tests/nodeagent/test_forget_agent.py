@@ -1,6 +1,9 @@
 """A running agent forgets: in DRAM, in files and in the directory, at once, for good, and with a receipt."""
 
+import contextlib
 import errno
+import socket
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -8,6 +11,7 @@ from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.identity import Scope
 from directory.tiers import Tier
 from nodeagent.client import ChunkLabel, PutResult
+from nodeagent.forget_api import BODIES_MAX
 from nodeagent.tiers import quarantine
 from nodeagent.tiers.chunk_file import name_of
 from nodeagent.tiers.file_store import FolderStore
@@ -125,7 +129,21 @@ def test_an_identity_is_forgotten_by_its_fields_and_by_the_fleets_or_a_shards_di
         assert receipt["forgotten"]["dram"]["chunks"] == 2
         assert receipt["remains"]["engines"] == [{"engine": "engine-1", "gpu_chunks": 1, "reset": None}]
         assert client.put(link("new"), payload("new"), WAIT_S) is PutResult.REFUSED
-        assert forget(agent, identity="ab" * 32)["forgotten"]["dram"]["chunks"] == 0
+        assert forget(agent, identity=FIELDS | {"layout": "other"})["forgotten"]["dram"]["chunks"] == 0
+
+
+def test_a_digest_that_no_engine_here_tells_of_is_not_confirmed(tmp_path):
+    """The engine is gone, and only it knew that the fleet's digest goes with its shard's, of which the chunks are."""
+    with running_agent(tmp_path, **nvme(tmp_path)) as agent, connected(agent.config.door) as client:
+        put_chain(client, "ab")
+        written(agent, tmp_path / "nvme", "ab")
+    with running_agent(tmp_path, **nvme(tmp_path)) as agent:
+        eventually(lambda: held(agent, "ab") == "ab", "the index")
+        status, receipt = call(agent, {"identity": IDENTITY.fleet_digest().hex()})
+        assert (status, receipt["is_confirmed"], receipt["remains"]["identity_unknown"]) == (503, False, True)
+        assert held(agent, "ab") == "ab"
+        receipt = forget(agent, identity=FIELDS)
+        assert (receipt["forgotten"]["nvme"]["chunks"], held(agent, "ab")) == (2, "")
 
 
 def test_the_chunks_of_token_ids_are_forgotten_but_those_that_are_kept(tmp_path):
@@ -139,7 +157,9 @@ def test_the_chunks_of_token_ids_are_forgotten_but_those_that_are_kept(tmp_path)
             assert client.put(chunk, payload(f"{place_}"), WAIT_S) is PutResult.STORED
         asked = {"token_ids": tokens, "identity": FIELDS, "salt": "tenant"}
         assert forget(agent, **asked | {"salt": "other"})["forgotten"]["dram"]["chunks"] == 0
-        assert forget(agent, **asked, kept_tokens=40)["forgotten"]["dram"]["chunks"] == 2
+        of_shard = asked | {"identity": IDENTITY.shard_digest(0).hex(), "kept_tokens": 48}
+        assert forget(agent, **of_shard)["forgotten"]["dram"]["chunks"] == 1, "an engine here tells whose it is"
+        assert forget(agent, **asked, kept_tokens=40)["forgotten"]["dram"]["chunks"] == 1
         assert len(client.open(shard, WAIT_S)) == 2
         eventually(lambda: agent.tier()["chunks"] == 2)
         unlabelled = ChunkLabel(shard[2], None, None, 2)
@@ -306,6 +326,7 @@ def test_where_it_cannot_be_kept_that_is_said_and_the_request_is_not_confirmed(t
         ({"token_ids": [1] * 300}, "need the identity"),
         ({"token_ids": [1] * 255, "identity": "ab" * 32}, "no full chunk"),
         ({"token_ids": [1] * 300, "identity": "ab" * 32, "kept_tokens": 256}, "no full chunk"),
+        ({"token_ids": [1] * 300, "identity": FIELDS | {"tp_size": 1_024}, "chunk_tokens": 1}, "at a time"),
         ({"token_ids": [-1], "identity": "ab" * 32}, "$.token_ids[0]"),
         ({"saltt": "s"}, "saltt"),
     ],
@@ -315,6 +336,17 @@ def test_what_does_not_say_what_to_forget_is_refused_in_a_sentence(lone_agent, a
     status, answer = call(lone_agent, asked)
     assert status == 400
     assert named in answer["detail"]
+
+
+def test_bodies_that_do_not_end_take_no_more_memory_than_a_few(lone_agent):
+    url = urlsplit(next(iter(lone_agent.call(lone_agent.directory.members()))).registration.agent_url)
+    with contextlib.ExitStack() as stack:
+        for _ in range(BODIES_MAX):
+            slow = stack.enter_context(socket.create_connection((url.hostname, url.port)))
+            slow.sendall(b"POST /forget HTTP/1.1\r\nhost: h\r\ncontent-length: 1000\r\n\r\n{")
+        eventually(lambda: call(lone_agent, {"salt": "s"})[0] == 503, "the refusal")
+        assert "being read" in call(lone_agent, {"salt": "s"})[1]["detail"]
+    eventually(lambda: call(lone_agent, {"salt": "s"})[0] == 200, "the next turn")
 
 
 @pytest.fixture(scope="module")

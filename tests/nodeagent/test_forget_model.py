@@ -4,7 +4,6 @@ What was forgotten is never found before its term is over, whatever happens; eve
 """
 
 import asyncio
-import os
 import shutil
 import tempfile
 from contextlib import AsyncExitStack
@@ -17,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from directory.identity import Scope
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
-from nodeagent.tiers.chunk_file import name_of
 from nodeagent.tiers.tombstones import Tombstones
 from tests.nodeagent.forgetful_host import TERM_S, data_of, forgetful_host, soon
 from tests.nodeagent.running import storage_key
@@ -114,8 +112,6 @@ class ForgettingMachine(RuleBasedStateMachine):
             assert outcome is PutOutcome.FORGOTTEN
         elif all(self.is_over(self.forgotten.get(each, 0)) for each in self.line(name)):
             assert outcome in (PutOutcome.STORED, PutOutcome.HAVE)
-        if outcome is PutOutcome.STORED:
-            self.date(name)
         if outcome is PutOutcome.FORGOTTEN:
             return
         self.there.add(name)
@@ -125,14 +121,6 @@ class ForgettingMachine(RuleBasedStateMachine):
         else:  # it follows what was forgotten when nothing here told so: that may be found out
             self.maybe_gone.add(name)
             self.loose.add(name)
-
-    def date(self, name):
-        """Its file is of now: files know no other time than the wall's."""
-        text = name_of(storage_key(name)).hex()
-        for number in range(DRIVES):
-            place = self.folder / f"drive-{number}" / text[:2] / text[2:4] / text
-            if place.exists():
-                os.utime(place, (self.now(), self.now()))
 
     @rule(name=st.sampled_from(NAMES))
     def evict(self, name):

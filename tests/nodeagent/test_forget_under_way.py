@@ -256,3 +256,31 @@ async def test_what_follows_through_a_drive_that_was_away_goes_when_it_is_back(t
         await soon(lambda: not files(tmp_path))
         assert not host.is_held(storage_key("c"))
         assert host.announced[4, storage_key("c")[:16]] is False
+
+
+async def test_a_victim_that_waits_for_its_withdrawal_leaves_no_byte_either(tmp_path):
+    async with forgetful_host(tmp_path) as host:
+        await host.put("a", label("a"))
+        hierarchy = host.dram.hierarchy
+        (victim,) = hierarchy.take_victims(1)
+        await host.forget(directory_keys=A)
+        hierarchy.free([victim])
+        host.dram.account()
+        await soon(lambda: not hierarchy.arena.has_forgotten and not host.dram.used_bytes)
+        with hierarchy.arena.view(victim.slot, LENGTH) as view:
+            assert not any(view)
+
+
+async def test_without_a_thread_slots_are_zeroed_all_the_same(tmp_path, monkeypatch):
+    async with forgetful_host(tmp_path) as host:
+        await host.put("a", label("a"))
+        slot = host.dram.hierarchy.find(storage_key("a")).slot
+
+        def refuse(*_, **__):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(host.dram._threads, "submit", refuse)
+        assert (await host.forget(directory_keys=A)).is_confirmed
+        await soon(lambda: not host.dram.used_bytes)
+        with host.dram.hierarchy.arena.view(slot, LENGTH) as view:
+            assert not any(view)

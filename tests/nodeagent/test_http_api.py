@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
 import logging
+import time
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -94,8 +96,11 @@ async def test_the_metrics_that_dashboards_rely_on_are_there(http):
     assert not NAMES - {family.name for family in text_string_to_metric_families(text)}
 
 
-async def test_the_status_is_json(http):
-    assert (await http.get("/status")).json() == {"host": "h"}
+async def test_the_status_is_json_with_the_version_and_the_time(http):
+    status = (await http.get("/status")).json()
+    assert status["host"] == "h"
+    assert status["version"] == version("warmroute")
+    assert abs(status["unix_time_s"] - time.time()) < 60
 
 
 async def test_a_hint_names_directory_keys(http, state):
@@ -231,7 +236,7 @@ async def test_broken_requests_are_answered_and_the_agent_serves_on(port, monkey
     writer.close()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
     async with httpx.AsyncClient(trust_env=False) as client:
-        assert (await client.get(f"http://127.0.0.1:{port}/status")).json() == {"host": "h"}
+        assert (await client.get(f"http://127.0.0.1:{port}/status")).json()["host"] == "h"
 
 
 async def test_a_gateway_that_goes_while_it_sends_a_hint_is_no_fault(port, caplog):

@@ -1,5 +1,7 @@
 """What a tombstone meets, for how long, and what is kept of it."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,9 +72,11 @@ def test_it_meets_what_it_names_and_what_comes_after(what, label, identity, is_m
 
 
 def test_it_meets_what_was_written_before_its_end_and_nothing_later():
-    made = book(stone(directory_keys=frozenset([KEY])))
+    made = book(stone(directory_keys=frozenset([KEY])), now=UNTIL_S + 1)
     assert made.find(chunk(), ONE, UNTIL_S - 1) is not None
     assert made.find(chunk(), ONE, UNTIL_S) is None
+    early = book(stone(directory_keys=frozenset([KEY])), now=UNTIL_S - 1)
+    assert early.find(chunk(), ONE, UNTIL_S + 1) is not None, "nothing was written in the future"
     assert book(stone(directory_keys=frozenset([KEY])), now=UNTIL_S).find(chunk(), ONE) is None
     assert book(stone(directory_keys=frozenset([KEY])), now=UNTIL_S).find(chunk(), ONE, 0.0) is not None
 
@@ -80,10 +84,13 @@ def test_it_meets_what_was_written_before_its_end_and_nothing_later():
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_of_two_that_name_a_chunk_the_later_counts(order):
     stones = {1: stone(1, UNTIL_S, salt_tag=TAG), 2: stone(2, UNTIL_S + 100, identities=frozenset([ONE]))}
-    made = book(*(stones[number] for number in order))
+    made = book(*(stones[number] for number in order), now=UNTIL_S + 99)
     assert made.find(chunk(tag=TAG), ONE, UNTIL_S + 50) is stones[2]
     assert made.find(chunk(tag=TAG), OTHER, UNTIL_S + 50) is None
-    keyed = book(*(stone(number, UNTIL_S + number, directory_keys=frozenset([KEY])) for number in order))
+    others = {1: frozenset([KEY]), 2: frozenset([KEY, b"k" * 16])}
+    keyed = book(
+        *(stone(number, UNTIL_S + number, directory_keys=others[number]) for number in order), now=UNTIL_S + 99
+    )
     assert keyed.find(chunk(), ONE, UNTIL_S + 1) is not None
 
 
@@ -128,12 +135,16 @@ def test_long_after_its_end_it_goes():
     assert (len(made), made.keys, made.find(chunk(), ONE, 0.0)) == (0, 0, None)
 
 
-@given(st.lists(TOMBSTONES, max_size=4, unique_by=lambda each: each.number))
+@given(st.lists(TOMBSTONES, max_size=4, unique_by=(lambda each: each.number, lambda each: each.names)))
 def test_a_book_survives_its_bytes(stones):
     made = book(*stones, now=0.0)
     again = Tombstones(lambda: 0.0)
     assert again.merge(load_tombstones(made.dump())) == len(stones)
-    assert again.dump() == made.dump()
+    fields = [
+        {(each.number, each.until_s, *each.names, frozenset(each.followers)) for each in one._all.values()}
+        for one in (made, again)
+    ]
+    assert fields[0] == fields[1]
     assert again.merge(load_tombstones(made.dump())) == 0
 
 
@@ -143,6 +154,52 @@ def test_two_copies_are_joined():
     assert one.is_grown
     assert one.find(chunk(is_labelled=False), OTHER) is not None
     assert one.find(chunk("z", tag=OTHER_TAG), OTHER) is not None
+
+
+def test_what_is_forgotten_again_takes_the_place_of_the_first_and_knows_what_follows_it():
+    first = stone(1, UNTIL_S, directory_keys=frozenset([KEY]), followers={b"f" * 16})
+    made = book(first, stone(2, salt_tag=TAG), keys_max=3)
+    again = stone(3, UNTIL_S + 5, directory_keys=frozenset([KEY]), followers={b"g" * 16})
+    assert made.add(again) is first
+    assert (len(made), made.keys, again.followers) == (2, 3, {b"f" * 16, b"g" * 16})
+    assert made.of_follower(b"f" * 16) is again
+    made.remove(again, first)
+    assert (len(made), made.keys) == (2, 2)
+    assert made.of_follower(b"f" * 16) is made.of_directory_key(KEY) is first
+    assert made.of_follower(b"g" * 16) is None
+
+
+def test_the_same_forgotten_a_hundred_thousand_times_is_remembered_once():
+    made = book(keys_max=1)
+    for number in range(100_000):
+        made.add(Tombstone(number.to_bytes(16, "big"), UNTIL_S + number, directory_keys=frozenset([KEY])))
+    assert (len(made), made.keys) == (1, 1)
+
+
+def test_where_the_clock_was_set_back_the_one_that_ends_later_stays():
+    made = book(stone(1, UNTIL_S, salt_tag=TAG))
+    assert made.add(stone(2, UNTIL_S - 5, salt_tag=TAG)) is None
+    assert made.find(chunk(tag=TAG), ONE).until_s == UNTIL_S
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(5.0, 0.0), (0.0, 5.0)], ids=["known", "renewed there"])
+def test_a_copy_that_names_the_same_is_joined_with_what_is_known(mine, theirs):
+    made = book(stone(1, UNTIL_S + mine, salt_tag=TAG, followers={b"f" * 16}))
+    other = book(stone(2, UNTIL_S + theirs, salt_tag=TAG, followers={b"g" * 16}))
+    assert made.merge(load_tombstones(other.dump())) == 1
+    assert (len(made), made.keys) == (1, 2)
+    assert made.of_follower(b"f" * 16) is made.of_follower(b"g" * 16)
+    assert made.of_follower(b"f" * 16).until_s == UNTIL_S + 5
+
+
+def test_a_copy_that_says_more_than_can_be_remembered_is_not_passed_over():
+    made = book(stone(1, salt_tag=TAG), keys_max=1)
+    other = book(stone(1, salt_tag=TAG, followers={b"f" * 16, b"g" * 16}))
+    with pytest.raises(TombstonesFull):
+        made.merge(load_tombstones(other.dump()))
+    with pytest.raises(TombstonesFull):
+        made.merge(load_tombstones(book(stone(2, directory_keys=frozenset([KEY, b"k" * 16]))).dump()))
+    assert made.merge(load_tombstones(book(stone(3, NOW_S - KEEP_S - 1, directory_keys=frozenset([KEY]))).dump())) == 0
 
 
 DATA = book(stone(salt_tag=TAG, identities=frozenset([ONE]), directory_keys=frozenset([KEY]))).dump()
@@ -174,3 +231,11 @@ def test_the_state_folder_is_made_when_there_is_something_to_keep(tmp_path, monk
     folder.write_tombstones(b"1234")
     with pytest.raises(TombstonesUnreadable, match="more than 3 bytes"):
         folder.read_tombstones()
+
+
+def test_a_folder_in_its_place_is_an_error_and_leaves_nothing_open(tmp_path):
+    (tmp_path / NAME).mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(IsADirectoryError):
+        StateFolder(str(tmp_path)).read_tombstones()
+    assert len(os.listdir("/proc/self/fd")) == before

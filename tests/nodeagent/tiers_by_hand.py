@@ -9,19 +9,27 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from directory.tiers import Tier
-from nodeagent.errors import BudgetSpent
+from nodeagent.errors import BudgetSpent, ChunkCorrupt
 from nodeagent.labels import ChunkLabel
 from nodeagent.messages import PutOutcome
 from nodeagent.metrics import WRITE_REFUSALS, AgentMetrics
 from nodeagent.tiers.admission import Admission
-from nodeagent.tiers.chunk_file import UNKNOWN_IDENTITY, FileHeader, encode_header, file_bytes, name_of
+from nodeagent.tiers.chunk_file import (
+    HEADER_BYTES,
+    UNKNOWN_IDENTITY,
+    FileHeader,
+    decode_header,
+    encode_header,
+    file_bytes,
+    name_of,
+)
 from nodeagent.tiers.dram import DramTier
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.drives import NvmeTier
@@ -60,9 +68,14 @@ def checksum_of(name: str) -> bytes:
     return xxhash.xxh3_128_digest(data_of(name))
 
 
-def good_file(name: str) -> bytes:
-    """What the file of this chunk holds, to the byte."""
-    return encode_header(FileHeader(chunk(name), UNKNOWN_IDENTITY, LENGTH, checksum_of(name))) + data_of(name)
+def is_good_file(name: str, held: bytes) -> bool:
+    """Whether this is what the file of this chunk holds, to the byte, whenever the chunk was put."""
+    header = FileHeader(chunk(name), UNKNOWN_IDENTITY, LENGTH, checksum_of(name))
+    try:
+        date = decode_header(held[:HEADER_BYTES]).written_at_s
+    except ChunkCorrupt:
+        return False
+    return date > 0 and held == encode_header(replace(header, written_at_s=date)) + data_of(name)
 
 
 class ByHand(Executor):
@@ -257,7 +270,7 @@ class Host:
 
     def is_good_on_disk(self, name: str) -> bool:
         found = self.nvme.holds(storage_key(name))
-        return found and self.place(name).exists() and self.place(name).read_bytes() == good_file(name)
+        return found and self.place(name).exists() and is_good_file(name, self.place(name).read_bytes())
 
     async def turn(self) -> None:
         for _ in range(TURNS):

@@ -51,7 +51,7 @@ class TemplateOnly:
             continue_final_message=continue_final_message,
             **{**self._special_tokens, **arguments},
         )
-        return texts[0]
+        return [texts[0]] if tokenize else texts[0]
 
 
 MODEL = SimpleNamespace(
@@ -75,7 +75,8 @@ def render(template: str, special_tokens: dict[str, str], fields: dict[str, Any]
         content_format = _detect_content_format(template, default="string")
         messages, _, _ = parse_chat_messages(request.messages, MODEL, content_format)
         arguments = {**params.get_apply_chat_template_kwargs(), "chat_template": template}
-        return str(safe_apply_chat_template(MODEL, TemplateOnly(template, special_tokens), messages, **arguments))
+        rendered = safe_apply_chat_template(MODEL, TemplateOnly(template, special_tokens), messages, **arguments)
+        return rendered if isinstance(rendered, str) else None  # told to tokenize: no text to compare
     except Exception:  # noqa: BLE001 - whatever it refuses
         return None
 

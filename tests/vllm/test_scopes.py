@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.directory.stands import running_valkey
 from tests.vllm.engines import RunningEngine, model_folder, models_folder, python_of_vllm, running_engines
-from tests.vllm.fleet import CHUNK_TOKENS, MODEL, AgentProcess, ask, document, reset
+from tests.vllm.fleet import ANSWER_BOUND_S, CHUNK_TOKENS, MODEL, AgentProcess, ask, document, reset
 from tests.warmroute.fleets import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -112,3 +113,25 @@ def test_an_adapters_kv_is_neither_stored_on_the_host_nor_announced(host: Host) 
     third = ask(host.tuned.url, prompt, max_tokens=16, model="ad1")
     assert (third.cached_tokens, third.text) == (0, tuned.text)
     assert MODEL != "ad1"
+
+
+def test_a_forgotten_salt_is_served_to_nobody_and_another_salt_still_is(host: Host) -> None:
+    prompt = document("bells")
+    chunks = host.agent.status()["tiers"]["dram"]["chunks"]
+    kept, gone = ({"cache_salt": salt} for salt in ("kept", "gone"))
+    first = ask(host.stock.url, prompt, max_tokens=16, **kept)
+    ask(host.stock.url, prompt, max_tokens=16, **gone)
+    host.agent.until_written(chunks + 8)
+    asked = {"salt": "gone", "reset_engines": True}
+    receipt = httpx.post(f"{host.agent.url}/forget", json=asked, timeout=ANSWER_BOUND_S, trust_env=False).json()
+    assert receipt["is_confirmed"], receipt
+    assert receipt["forgotten"]["dram"]["chunks"] == receipt["forgotten"]["nvme"]["chunks"] == 4, receipt
+    assert receipt["remains"]["salt_unknown"] == 0, receipt
+    reset(host.stock.launch)
+    for salt, tokens in ((gone, 0), (kept, 4 * CHUNK_TOKENS)):
+        again = ask(host.stock.url, prompt, max_tokens=16, **salt)
+        assert (again.cached_tokens, again.text) == (tokens, first.text), salt
+    reset(host.stock.launch)
+    late = ask(host.stock.url, prompt, max_tokens=16, **gone)
+    assert late.cached_tokens == 0, "what the engine computed within the term isn't kept"
+    assert host.agent.metric("warmroute_admission_refused_total") > 0

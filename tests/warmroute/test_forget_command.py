@@ -11,12 +11,13 @@ import pytest
 
 from directory.members import HostRegistration, Load, draw_incarnation
 from directory.redis_directory import RedisDirectory
+from tests.directory.fleet_samples import ENGINE, IDENTITY
 from tests.directory.stands import running_valkey
 from tests.nodeagent.forget_calls import call, held, key, put_chain
 from tests.nodeagent.running import connected, running_agent
 from warmroute.cli import main
 
-TOKEN = "a token of the agent's"
+TOKEN = "a token of the agent's, ünïcode"
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -39,11 +40,11 @@ def prefix(request):
     return f"t{abs(hash(request.node.name)):x}"[:20]
 
 
-def register(server, prefix, hosts):
+def register(server, prefix, hosts, engines=()):
     async def fill():
         directory = RedisDirectory.connect(server, key_prefix=prefix, clock=time.monotonic)
-        for host, url in hosts:
-            await directory.register(draw_incarnation(), HostRegistration(host, url), Load(), 60)
+        for each in (*(HostRegistration(host, url) for host, url in hosts), *engines):
+            await directory.register(draw_incarnation(), each, Load(), 60)
         await directory.aclose()
 
     asyncio.run(fill())
@@ -108,6 +109,17 @@ def test_token_ids_come_from_a_file_with_their_identity(server, prefix, agent, t
     assert "need the identity" in json.loads(out)[0]["trouble"]
 
 
+@pytest.mark.parametrize("digest", [IDENTITY.fleet_digest(), IDENTITY.shard_digest(1)], ids=["fleet", "shard"])
+def test_a_digest_is_told_to_every_host_by_the_fields_of_the_engine_that_has_it(server, prefix, agent, digest):
+    words = ["--identity", digest.hex()]
+    register(server, prefix, [("h1", url_of(agent))])
+    status, out, err = ask(server, prefix, *words)
+    assert (status, "give the identity's fields" in out, "not confirmed by h1" in err) == (1, True, True)
+    register(server, prefix, [], [ENGINE])
+    assert ask(server, prefix, *words)[0] == 0
+    assert ask(server, prefix, "--salt-stdin", *words, stdin="s")[0] == 0
+
+
 def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
     register(server, prefix, [("h1", url_of(agent))])
     status, out, err = ask(server, prefix, "--salt-stdin", stdin="s", token=None)
@@ -120,7 +132,7 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
     for method, path in (("POST", "/pins"), ("DELETE", "/pins"), ("POST", "/engines/e/reset_prefix_cache")):
         assert call(agent, {"keys": []}, path=path, method=method)[0] == 401
     assert call(agent, {"keys": []}, path="/prefetch")[0] == 202
-    assert call(agent, {"salt": "s"}, headers={"authorization": f"Bearer {TOKEN}"})[0] == 200
+    assert call(agent, {"salt": "s"}, headers={"authorization": f"Bearer {TOKEN}".encode()})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -134,6 +146,7 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
         (["--keys", "ab" * 16, "--host", "h9"], 2, "no host of the name h9"),
         (["--identity", "{"], 2, "--identity must be"),
         (["--token-ids", "/nowhere"], 2, "forget: /nowhere can't be read: No such file"),
+        (["--salt-file", "/dev/null"], 2, "--salt-file says of which salt --token-ids are"),
         (["--token-ids", "-"], 2, "--token-ids must hold"),
     ],
 )

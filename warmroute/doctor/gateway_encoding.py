@@ -1,0 +1,105 @@
+"""The gateway's own way from a request to token ids, for any engine: its renderer and tokenizer, from its files."""
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import tokenizers
+
+from gateway.encoding.encode_pool import EncodePool
+from gateway.encoding.encoder import Encoder, Encoding, build_renderer
+from gateway.encoding.files import FileUnavailable, TokenizerFiles
+from gateway.encoding.prompt_tokenizer import load_tokenizer
+from gateway.encoding.self_check import SelfCheck
+from gateway.openai_schema import parse_request
+from nodeagent.engines.vllm.description import TOKENIZER_FILES
+from warmroute.doctor.patient import Patient
+from warmroute.doctor.probes import Probe
+
+CACHE_BYTES_MAX = 8 * 2**20
+
+
+class NoEncoding(Exception):
+    """There are no files, or no encoder can be made of them; the message says why. `is_fault`: there should be."""
+
+    def __init__(self, says: str, is_fault: bool) -> None:
+        super().__init__(says)
+        self.is_fault = is_fault
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEncoding:
+    """An encoder with the files that it is made of."""
+
+    encoder: Encoder
+    contents: Mapping[str, bytes]
+
+    async def encode(self, probe: Probe, model: str, context_tokens: int) -> Encoding:
+        """The gateway's ids of a request."""
+        body = orjson.dumps({"model": model, **probe.fields})
+        return await self.encoder.encode(parse_request(probe.endpoint, body), context_tokens)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens and all; ids that the tokenizer doesn't have are left out."""
+        tokenizer = tokenizers.Tokenizer.from_str(self.contents["tokenizer.json"].decode())
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether a template asks for the date."""
+        return any(b"strftime_now" in content for name, content in self.contents.items() if name != "tokenizer.json")
+
+
+class OwnEncodings:
+    """Encoders by their files, each loaded once."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._files, self._pool, self._lock = files, EncodePool(), asyncio.Lock()
+        self._made: dict[tuple[str, tuple[tuple[str, bytes], ...]], OwnEncoding] = {}
+
+    async def of(self, patient: Patient, kind: str | None) -> OwnEncoding:
+        """For an engine of this kind. Raises `NoEncoding`."""
+        if kind is None:
+            raise NoEncoding("its kind isn't known; give --kind vllm, sglang or reference", is_fault=False)
+        async with self._lock:
+            contents = await self._contents(patient)
+            key = kind, tuple(sorted((name, hashlib.sha256(each).digest()) for name, each in contents.items()))
+            if key not in self._made:
+                self._made[key] = await self._make(kind, contents)
+            return self._made[key]
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._pool.close()
+
+    async def _contents(self, patient: Patient) -> dict[str, bytes]:
+        if patient.registration is not None and patient.agent_url is not None:
+            try:
+                names = patient.registration.tokenizer_files
+                if not names:
+                    raise NoEncoding("it registered no tokenizer files: its prompts are routed by session", True)
+                return {name: await self._files.get(digest, [patient.agent_url]) for name, digest in names.items()}
+            except FileUnavailable as error:
+                raise NoEncoding(f"its tokenizer files aren't to be had: {error}", is_fault=True) from error
+        if patient.tokenizer_folder is None:
+            raise NoEncoding("there is no agent that serves its tokenizer files; give --tokenizer DIR", is_fault=False)
+        contents = await asyncio.to_thread(_read_folder, patient.tokenizer_folder)
+        if "tokenizer.json" not in contents:
+            raise NoEncoding(f"there is no tokenizer.json in {patient.tokenizer_folder}", is_fault=True)
+        return contents
+
+    async def _make(self, kind: str, contents: Mapping[str, bytes]) -> OwnEncoding:
+        try:
+            renderer = build_renderer(kind, contents)
+            check = SelfCheck(self._pool, lambda: None)
+            tokenizer, chars = await load_tokenizer(contents["tokenizer.json"], self._pool, check, CACHE_BYTES_MAX)
+        except (ValueError, KeyError) as error:
+            raise NoEncoding(f"no gateway can encode for it: {error}", is_fault=True) from error
+        return OwnEncoding(Encoder(tokenizer, renderer, chars), contents)
+
+
+def _read_folder(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
