@@ -34,4 +34,4 @@ def test_the_fuzz_tells_what_it_did() -> None:
     (report,) = json.loads(done.stdout)
     assert (report["texts"], report["mismatches"]) == (100, [])
     assert report["cuts"] > 1000
-    assert report["told"] > 50
+    assert report["told"] > 20
