@@ -14,14 +14,21 @@ from bench.encoding.fuzz import Tokenizer, load
 from directory.chunks import pack_tokens
 from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
-from gateway.encoding.encoder import Encoder
+from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, Encoder
 from gateway.encoding.examiner import examine_apart
-from gateway.encoding.piece_encoder import Depth, PieceEncoder
-from gateway.encoding.prompt_tokenizer import CachedPieces, Shared, WholeTexts, load_tokenizer
+from gateway.encoding.piece_encoder import Depth, PartialEncoding, PieceEncoder
+from gateway.encoding.prompt_tokenizer import (
+    LOOKED_UP_INLINE_CHARS_MAX,
+    CachedPieces,
+    Shared,
+    WholeTexts,
+    load_tokenizer,
+)
 from gateway.encoding.render import ReferenceRenderer
+from gateway.encoding.rendering import Rendered
 from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
 from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
-from gateway.openai_schema import COMPLETIONS, parse_request
+from gateway.openai_schema import COMPLETIONS, InferenceRequest, parse_request
 from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import smollm2_content
 
@@ -101,6 +108,48 @@ async def test_much_that_is_new_goes_to_a_thread_and_little_does_not(pool: Encod
     await whole.encode("z" * 101, False)
     assert [name.startswith("encode") for name in backend.threads] == [False, True, False, True]
     assert backend.threads[0] == LOOP_THREAD
+
+
+class ThreadRenderer:
+    """Says in which threads it ran."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def prompt(self, request: InferenceRequest) -> Rendered:
+        self.threads.append(threading.current_thread().name)
+        return Rendered("a prompt")
+
+    def reads_cache(self, request: InferenceRequest) -> bool:
+        return True
+
+
+async def test_a_large_request_is_rendered_in_a_thread(pool: EncodePool) -> None:
+    renderer = ThreadRenderer()
+    encoder = Encoder(WholeTexts(ByteBackend(), Shared.of(pool), "for a test"), renderer, 100, pool)
+    for size in (RENDERED_INLINE_BYTES_MAX // 2, RENDERED_INLINE_BYTES_MAX):
+        request = parse_request(COMPLETIONS, b'{"model": "m", "prompt": "%s"}' % (b"x" * size))
+        assert (await encoder.encode(request, 8192)).prompt_tokens == len("a prompt")
+    assert renderer.threads[0] == LOOP_THREAD
+    assert renderer.threads[1].startswith("encode")
+
+
+async def test_a_long_text_of_small_pieces_is_looked_up_in_a_thread(
+    pool: EncodePool, smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, encoder = pieces_of(smollm2, ByteBackend(), pool)
+    threads: list[str] = []
+    look_up = encoder.look_up
+
+    def noted(text: str) -> PartialEncoding:
+        threads.append(threading.current_thread().name)
+        return look_up(text)
+
+    monkeypatch.setattr(PieceEncoder, "look_up", lambda _, text: noted(text))
+    for text in ("short", "x" * (LOOKED_UP_INLINE_CHARS_MAX + 1)):
+        assert await tokenizer.encode(text, False) == pack_tokens(list(text.encode()))
+    assert threads[0] == LOOP_THREAD
+    assert threads[1].startswith("encode")
 
 
 async def test_too_many_texts_at_once_go_without_keys(pool: EncodePool) -> None:
