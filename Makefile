@@ -32,7 +32,7 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-# Whole fleets with the real model: killed, stopped, restarted, filled. About five minutes on two cores.
+# The demo, and whole fleets with the real model: killed, stopped, restarted, filled. About five minutes on two cores.
 test-fleet: setup
 	$(BOUNDED) $(FLEET_BOUND_S) $(BIN)/python -m pytest tests/fleet $(ARGS)
 

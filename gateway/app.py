@@ -13,7 +13,6 @@ import httpx
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from directory.members import EngineRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
@@ -21,13 +20,17 @@ from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_models import LocalModels
+from gateway.encoding.model_files import ModelFiles
+from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet, FleetTable
 from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
-from gateway.metrics import EngineGauges, GatewayMetrics
+from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
 from gateway.openai_api import OpenAiApi
 from gateway.prefetch import Prefetcher
+from gateway.prompts import Prompts
 from gateway.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -57,38 +60,38 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
-        encoders = _encoders(config, control, metrics)
+        encoders, local_models = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         fleet = Fleet(
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: encoders.want(_wanted(table)),
+            on_change=lambda table: encoders.want([*_wanted(table), *local_models.wanted()]),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
+            files_of=local_models.files_of,
         )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
+        completion = Completion(fleet, Prompts(encoders, lookup), lookup, ledger, upstream, prefetcher, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit = config.limits.body_bytes_max
-        admin_app = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, stop.is_set, limit)
+        report = EncodingReport(encoders, local_models)
+        admin_app = create_admin_api(completion, fleet, lookup, report, ledger, metrics, stop.is_set, limit)
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher)]
+            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, local_models, prefetcher)]
             servers = [
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),
             ]
             listen = config.listen
             logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-            # What was imported stays; looking through it for garbage would hold every stream for 30 ms now and then.
-            gc.collect()
-            gc.freeze()
+            _freeze()
             ready()
             await stop.wait()
             data.should_exit = True
@@ -99,15 +102,25 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
                 task.cancel()
 
 
-def _encoders(config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics) -> Encoders:
+def _encoders(
+    config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics
+) -> tuple[Encoders, LocalModels]:
+    files = TokenizerFiles(config.files_folder, control, metrics.degraded.labels("damaged_file").inc)
     encoders = Encoders(
-        TokenizerFiles(config.files_folder, control),
+        files,
         cache_bytes_max=config.encoding.cache_mb * 2**20,
         on_mismatch=metrics.degraded.labels("tokenizer_cache").inc,
         on_encoded=metrics.count_encoded,
     )
     metrics.tokenizer_cache_bytes.set_function(encoders.cache_bytes)
-    return encoders
+    metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
+    return encoders, LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
+
+
+def _freeze() -> None:
+    """What was imported stays: looking through it for garbage would hold every stream for 30 ms now and then."""
+    gc.collect()
+    gc.freeze()
 
 
 def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:
@@ -156,9 +169,10 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _wanted(table: FleetTable) -> list[tuple[EngineRegistration, str]]:
-    views = table.engines.values()
-    return [(view.registration, view.agent_url) for view in views if view.registration and view.agent_url]
+def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
+    """Of engines with an agent, which may be away."""
+    views = [view for view in table.engines.values() if view.registration is not None]
+    return [(files, view.agent_url) for view in views if (files := view.files) is not None]
 
 
 def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:

@@ -42,6 +42,8 @@ INTERVAL_SPREAD = 0.2
 READERS_HEAR_S = 2 * POLL_INTERVAL_S
 """How long a walk that leaves a believed life waits: readers that hadn't heard of the next would believe neither."""
 _OF_LIVES = ("unknown", "lapsed")
+_CHANCE = random.Random()
+"""Not the process's own generator: whoever seeds that one would have a fleet drift alike."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Publisher:
         metrics: AgentMetrics,
         walk_interval_s: float = WALK_INTERVAL_S,
         pending_keys_max: int = PENDING_KEYS_MAX,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = _CHANCE.random,
     ) -> None:
         self.inventory = inventory
         self.lives = lives

@@ -22,7 +22,7 @@ async def test_a_connection_sends_small_pieces_without_delay(listen: Callable[[s
     with listen("127.0.0.1", 0) as listener:
         async with await asyncio.start_server(note, sock=listener):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
-            assert await asyncio.wait_for(accepted, 5)
+            assert await asyncio.wait_for(accepted, 20)
             await reader.read()
             writer.close()
             await writer.wait_closed()

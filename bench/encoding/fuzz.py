@@ -65,7 +65,10 @@ def load(name: str, content: bytes, backend: str | None = None) -> Tokenizer:
     """A tokenizer from the content of a `tokenizer.json`, with the gateway's backend or the one that is named."""
     text = content.decode()
     reference, pipeline = HuggingFaceBackend(text), read_pipeline(text)
-    whole = fastest_backend(text, reference) if backend is None else BACKENDS[backend](text)
+    if backend is None:
+        whole = fastest_backend(text, reference)
+    else:
+        whole = reference if backend == reference.name else BACKENDS[backend](text)
     rules = cut_rules(pipeline)
     if backend is None:
         rest = next(rest_backends(pipeline, whole))

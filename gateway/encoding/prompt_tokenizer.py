@@ -10,6 +10,7 @@ from gateway.encoding.examination import Examination
 from gateway.encoding.examiner import examine_apart
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.piece_learner import PieceLearner
+from gateway.encoding.rendering import Uncertain
 from gateway.encoding.self_check import Sample, SelfCheck
 from gateway.encoding.tokenizer import BACKENDS, Backend
 
@@ -59,6 +60,21 @@ class Shared:
     ) -> "Shared":
         """Around a pool, with a check that tells nobody where none is given. Whoever wants the loops runs them."""
         return cls(pool, check or SelfCheck(pool, lambda: None), PieceLearner(pool), on_encoded)
+
+
+class IdsOnly:
+    """For engines whose tokenizer isn't known: prompts of token ids alone are."""
+
+    state = "token ids only: the tokenizer isn't known"
+    cache_bytes = 0
+
+    async def encode(self, text: str, adds_special: bool) -> bytes:
+        """See `PromptTokenizer`. Raises `Uncertain`."""
+        raise Uncertain("own_tokenizer")
+
+    def certain_chars(self, text: str) -> int:
+        """See `PromptTokenizer`."""
+        return 0
 
 
 class WholeTexts:

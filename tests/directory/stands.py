@@ -14,7 +14,7 @@ from directory.interface import DirectoryReader, DirectoryWriter
 from directory.memory import MemoryDirectory
 from directory.redis_directory import RedisDirectory
 
-CONDITION_TIMEOUT_S = 10.0
+CONDITION_TIMEOUT_S = 20.0
 START_TRIES_MAX = 3
 
 

@@ -28,7 +28,7 @@ from tests.warmroute.fleets import free_port
 from warmroute.local_fleet import FleetError, FleetOptions, local_fleet
 
 B = incarnation(2)
-SHORT_S = 0.3
+SHORT_S = 0.8
 MOVING = 5
 """The partition whose slot moves in these tests."""
 

@@ -115,7 +115,11 @@ async def asked_of_each(directory: RedisDirectory) -> None:
         await node.execute("DBSIZE")
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @example(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 @example(b"+OK\r\n")
 @example(b"*1\r\n$9\r\n12345678\x07\r\n")
@@ -127,7 +131,11 @@ def test_any_reply_is_an_answer_or_a_directory_error(
     ask_everything(runner, server, SINGLE, reply)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @example(b"*2\r\n:1\r\n:2\r\n")
 @example(b"*2\r\n$-1\r\n$4\r\n6379\r\n")
 @example(b"*2\r\n$9\r\n127.0.0.1\r\n$-1\r\n")
@@ -139,7 +147,11 @@ def test_any_word_of_a_sentinel_is_a_master_or_a_directory_error(
     ask_everything(runner, server, SENTINEL, b":1\r\n", where)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @example(b"*1\r\n*3\r\n:0\r\n:16383\r\n*0\r\n")
 @example(b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n:5\r\n:1\r\n")
 @example(b"*1\r\n*3\r\n$1\r\nx\r\n:16383\r\n*2\r\n$1\r\nx\r\n:1\r\n")
@@ -150,7 +162,11 @@ def test_any_division_of_a_cluster_is_one_or_a_directory_error(
     ask_everything(runner, server, CLUSTER, b":1\r\n", where)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @example(b"-MOVED 3560 127.0.0.1:99999\r\n")
 @given(redirects | replies)
 def test_wherever_a_member_sends_a_caller_is_an_answer_or_a_directory_error(
@@ -183,7 +199,7 @@ def ask_everything(
         try:
             for number, call in enumerate(calls):
                 try:
-                    found = await asyncio.wait_for(call(), 5)
+                    found = await asyncio.wait_for(call(), 20)
                 except DirectoryError:
                     continue
                 if number < 2:

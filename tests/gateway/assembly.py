@@ -13,7 +13,7 @@ import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.interface import Batch, DirectoryReader, DirectoryWriter
-from directory.members import EngineRegistration, draw_incarnation
+from directory.members import draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
@@ -23,7 +23,10 @@ from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_models import LocalModels
+from gateway.encoding.model_files import ModelFiles
 from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
+from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
 from gateway.ledger import Ledger
@@ -31,6 +34,7 @@ from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
 from gateway.prefetch import Prefetcher
+from gateway.prompts import Prompts
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
@@ -59,12 +63,12 @@ class FixedEncoders(Encoders):
 
     encoder: Encoder | None = None
 
-    def find(self, registration: EngineRegistration) -> Encoder:
+    def find(self, files: ModelFiles) -> Encoder:
         if self.encoder is not None:
             return self.encoder
         tokenizer = WholeTexts(ByteBackend(), Shared.of(self._pool), "for tests")
-        files = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
-        return Encoder(tokenizer, build_renderer(registration.renderer, files), 10**6)
+        contents = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
+        return Encoder(tokenizer, build_renderer(files.renderer, contents), 10**6)
 
 
 @dataclass
@@ -122,7 +126,8 @@ async def gateway_for(
     config = GatewayConfig(limits=limits, engines=tuple(static))
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
+        files = TokenizerFiles(config.files_folder, control)
+        encoders = FixedEncoders(files)
         encoders.encoder = encoder
         stack.callback(encoders.close)
         fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines)
@@ -132,11 +137,12 @@ async def gateway_for(
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, metrics, clock)
+        completion = Completion(fleet, Prompts(encoders, lookup), lookup, ledger, upstream, prefetcher, metrics, clock)
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
-        admin = create_admin_api(completion, fleet, lookup, encoders, ledger, metrics, lambda: False, body_bytes_max)
+        report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
+        admin = create_admin_api(completion, fleet, lookup, report, ledger, metrics, lambda: False, body_bytes_max)
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 
@@ -146,7 +152,7 @@ async def serving(app: object) -> AsyncIterator[str]:
     """The application behind uvicorn on a free port."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
             lifespan="off",
@@ -162,11 +168,23 @@ async def serving(app: object) -> AsyncIterator[str]:
         await eventually(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.has_to_end.set()
         await task
 
 
-async def eventually(holds: object, bound_s: float = 5.0) -> None:
+class _Server(uvicorn.Server):
+    """Ends at once when it has to: uvicorn's own looks for that ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_to_end = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.has_to_end.wait()
+
+
+async def eventually(holds: object, bound_s: float = 20.0) -> None:
     """Wait until `holds()` is true, at most `bound_s`."""
     async with asyncio.timeout(bound_s):
         while not holds():  # type: ignore[operator]

@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets an answer it can read, and the gateway serves on."""
 
 import asyncio
+import contextlib
 import gzip
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,9 @@ from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import TestGateway, eventually, gateway_for
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
+from tests.virtual_time import in_quiet_time
 
+WAIT_S = 20.0
 CHAT_BODY: dict[str, Any] = {
     "model": MODEL,
     "messages": [
@@ -66,7 +69,13 @@ LEFT_TO_THE_ENGINE: list[tuple[str | int, ...]] = [
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[TestGateway]:
-    async with MockEngine("a") as engine, gateway_for([engine], body_timeout_s=0.3) as gateway:
+    async with served() as gateway:
+        yield gateway
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[TestGateway]:
+    async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
         yield gateway
         async with httpx.AsyncClient(trust_env=False) as client:
             well = await client.post(gateway.url + COMPLETIONS, json=COMPLETION_BODY)
@@ -76,7 +85,7 @@ async def gateway() -> AsyncIterator[TestGateway]:
 
 @pytest.fixture
 async def client(gateway: TestGateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False, timeout=10, base_url=gateway.url) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=WAIT_S, base_url=gateway.url) as client:
         yield client
 
 
@@ -192,7 +201,7 @@ async def send_raw(gateway: TestGateway, *parts: bytes, end: bool = False) -> by
             await writer.drain()
         if end:
             writer.write_eof()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             return head + await reader.readexactly(length)
@@ -224,8 +233,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
         pytest.param([HEAD] + [b"a: b\r\n" * 10_000] * 20, 431, id="endless headers"),
     ],
 )  # fmt: skip
-async def test_broken_http_has_an_answer_of_openais_shape(gateway: TestGateway, sent: list[bytes], status: int) -> None:
-    answer = await send_raw(gateway, *sent)
+@in_quiet_time
+async def test_broken_http_has_an_answer_of_openais_shape(sent: list[bytes], status: int) -> None:
+    async with served() as gateway:
+        answer = await send_raw(gateway, *sent)
     head, _, content = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert bad_input.check_error_shape(content)["type"] == "invalid_request_error"
@@ -249,7 +260,7 @@ async def test_a_connection_on_which_nothing_comes_is_closed(
     monkeypatch.setattr(ClientConnection, "head_timeout_s", 0.2)
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
     writer.close()
     await writer.wait_closed()
 
@@ -267,6 +278,7 @@ async def test_a_client_that_goes_while_it_sends_leaves_nothing(gateway: TestGat
     )
 
 
+@in_quiet_time
 async def test_the_official_client_raises_the_right_error_for_each_kind() -> None:
     """Each row: the engines' behaviour, the request, the client's exception, its status, and words of its message."""
     messages: Any = [{"role": "user", "content": "hi"}]

@@ -19,6 +19,7 @@ from tests.faulty_proxy import Cut, FaultyProxy
 from tests.gateway.assembly import TestGateway, gateway_for
 from tests.gateway.byte_engine import DONE, EVENTS, TEXT, WHOLE, ByteEngine, Framing, answer_bytes
 from tests.gateway.samples import MODEL
+from tests.virtual_time import QuietTimeLoop
 
 PROMPT = "hello there"
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}]}
@@ -57,10 +58,10 @@ class Setting:
 
 
 @contextlib.asynccontextmanager
-async def setting(*, alone: bool = False) -> AsyncIterator[Setting]:
+async def setting(*, alone: bool = False, timeouts: TimeoutsConfig | None = None) -> AsyncIterator[Setting]:
     async with ByteEngine("a") as a, ByteEngine("b") as b, FaultyProxy(a.port) as proxy:
         a.url = proxy.url
-        async with gateway_for([a] if alone else [a, b], SHORT) as gateway:
+        async with gateway_for([a] if alone else [a, b], timeouts) as gateway:
             await gateway.hold(f"user:{PROMPT};", "a", Tier.GPU)
             async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
                 yield Setting(gateway, client, proxy, a)
@@ -68,21 +69,22 @@ async def setting(*, alone: bool = False) -> AsyncIterator[Setting]:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
+    """In quiet time: only a stall lasts as long as a timeout, however busy the machine is."""
+    with asyncio.Runner(loop_factory=QuietTimeLoop) as runner:
         yield runner
 
 
 @pytest.fixture(scope="module")
 def pair(loop: asyncio.Runner) -> Iterator[Setting]:
     """One setting for all examples: each must leave it as it found it."""
-    context = setting()
+    context = setting(timeouts=SHORT)
     yield loop.run(context.__aenter__())
     loop.run(context.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="module")
 def single(loop: asyncio.Runner) -> Iterator[Setting]:
-    context = setting(alone=True)
+    context = setting(alone=True, timeouts=SHORT)
     yield loop.run(context.__aenter__())
     loop.run(context.__aexit__(None, None, None))
 
@@ -90,7 +92,9 @@ def single(loop: asyncio.Runner) -> Iterator[Setting]:
 hows = st.sampled_from(["reset", "reset", "close", "close", "stall"])
 ANSWER_BYTES_MAX = max(len(answer_bytes(framing, True)) for framing in FRAMINGS) + 1
 spots = st.integers(0, ANSWER_BYTES_MAX) | st.integers(0, 200)
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 
 @FEW
@@ -215,10 +219,10 @@ EDGE = len(answer_bytes("chunked", True).split(EVENTS[1])[0])
 @pytest.mark.parametrize("framing", FRAMINGS)
 @pytest.mark.parametrize("how", ["reset", "close", "stall"])
 @pytest.mark.parametrize("inside", [0, 17], ids=["between events", "in an event"])
-async def test_the_official_client_raises_its_own_error_for_a_broken_stream(
-    framing: Framing, how: Any, inside: int
+def test_the_official_client_raises_its_own_error_for_a_broken_stream(
+    loop: asyncio.Runner, single: Setting, framing: Framing, how: Any, inside: int
 ) -> None:
-    async with setting(alone=True) as single:
+    async def check() -> None:
         single.a.framing = framing
         after = len(answer_bytes(framing, True).split(EVENTS[1])[0]) + inside
         single.proxy.cuts = [Cut(how, after)]
@@ -230,6 +234,9 @@ async def test_the_official_client_raises_its_own_error_for_a_broken_stream(
                     text += chunk.choices[0].delta.content or ""
             assert text == TEXT[:1]
             assert broken.value.code == "stream_broken"
+        await single.check_after()
+
+    loop.run(check())
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])

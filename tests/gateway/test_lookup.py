@@ -112,10 +112,10 @@ async def test_chunks_of_many_pages_are_hashed_once_and_many_in_a_thread(monkeyp
     lookup = ChunkLookup(ScriptedReader(), Clock())
     monkeypatch.setattr("directory.schemes.chain_pages", counted)
     for _ in range(2):
-        assert await lookup.chained(groups, TOKENS, UNSCOPED) == expected
+        assert await lookup.chained([(group, TOKENS) for group in groups], UNSCOPED) == expected
     assert threads == [LOOP_THREAD] * 5
     monkeypatch.setattr("gateway.lookup.HASHED_INLINE_PAGES_MAX", 10)
-    assert await lookup.chained(groups, longer, UNSCOPED) == expected_longer
+    assert await lookup.chained([(group, longer) for group in groups], UNSCOPED) == expected_longer
     assert len(threads) == 6
     assert threads[-1] != LOOP_THREAD
 

@@ -1,5 +1,6 @@
 """Ids from pieces are those of the whole text, for every family; a rule that cuts wrongly is found."""
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from gateway.encoding.pipeline import Family, Prefix, Unsupported, read_pipeline
 from tests.gateway.pipelines import (
     PIPELINES,
     Pipeline,
-    nested_tokens,
     sentencepiece,
     smollm2,
     smollm2_content,
@@ -30,6 +30,12 @@ LINE, PARAGRAPH = re.compile("\n(?=[A-Za-z])"), re.compile("\n\n(?=[A-Za-z])")
 
 def loaded(pipeline: Pipeline, backend: str | None = "tokenizers") -> Tokenizer:
     return load("test", json.dumps(pipeline).encode(), backend)
+
+
+@functools.cache
+def family(name: str) -> Tokenizer:
+    """One of `PIPELINES`, loaded once."""
+    return loaded(PIPELINES[name]())
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def test_a_thousand_texts_cut_everywhere_have_the_ids_of_the_whole_ones(tokenize
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_family_has_the_ids_of_the_whole_texts(name: str) -> None:
-    report = fuzz(loaded(PIPELINES[name]()), FAMILY_TEXTS, seed=2)
+    report = fuzz(family(name), FAMILY_TEXTS, seed=2)
     assert report.cuts > report.texts / 2
     assert report.mismatches == []
 
@@ -65,19 +71,19 @@ WRONG: dict[str, tuple[str, CutRules]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_rule_that_cuts_wrongly_is_found(case: str) -> None:
     name, rules = WRONG[case]
-    wrong = loaded(PIPELINES[name]()).with_rules(rules)
+    wrong = family(name).with_rules(rules)
     assert fuzz(wrong, FAMILY_TEXTS, seed=3).mismatches
     assert proven_depth(wrong.pipeline, rules, wrong.whole, wrong.rest) is Depth.SEGMENTS
 
 
 def test_a_tokenizer_whose_segments_have_other_ids_is_encoded_whole() -> None:
-    good = loaded(PIPELINES["mistral"]())
+    good = family("mistral")
     pipeline = replace(good.pipeline, prefix=Prefix.NONE)
     assert proven_depth(pipeline, good.rules, good.whole, good.whole) is Depth.WHOLE
 
 
 def test_special_tokens_stand_once_around_what_is_cached() -> None:
-    tokenizer = loaded(split_by(Family.CL100K, template=True))
+    tokenizer = family("cl100k")
     encoder = tokenizer.encoder(2**20)
     bare = encoder.encode("some words")
     for _ in range(2):
@@ -87,7 +93,7 @@ def test_special_tokens_stand_once_around_what_is_cached() -> None:
 
 
 def test_of_nested_tokens_the_longest_splits() -> None:
-    tokenizer = loaded(nested_tokens())
+    tokenizer = family("nested tokens")
     encoder = tokenizer.encoder(2**20)
     ids = tokenizer.reference.added_tokens()
     assert encoder.encode("<|x|>") == pack_tokens([ids["<|x|>"]])

@@ -16,6 +16,7 @@ from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import TestGateway, eventually, gateway_for
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
+from tests.virtual_time import in_quiet_time
 
 PROMPTS = {CHAT: {"messages": [{"role": "user", "content": "hello there"}]}, COMPLETIONS: {"prompt": "hello there"}}
 ENDPOINTS = pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
@@ -27,9 +28,16 @@ def body(endpoint: str, stream: bool = False, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "stream": stream, **PROMPTS[endpoint], **fields}
 
 
+WAIT_S = 20.0
+
+
+def new_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, timeout=WAIT_S)
+
+
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with new_client() as client:
         yield client
 
 
@@ -193,15 +201,14 @@ async def test_when_every_engine_drops_the_connection_the_answer_is_502(client: 
             assert gateway.ledger.engines() == ()
 
 
-async def test_an_engine_that_never_answers_is_given_up_after_the_first_byte_deadline(
-    client: httpx.AsyncClient,
-) -> None:
-    async with MockEngine("a", mock.never_answer) as bad, MockEngine("b") as good:
+@in_quiet_time
+async def test_an_engine_that_never_answers_is_given_up_after_the_first_byte_deadline() -> None:
+    async with MockEngine("a", mock.never_answer) as bad, MockEngine("b") as good, new_client() as client:
         async with gateway_for([bad, good], TimeoutsConfig(connect_s=0.2, first_byte_s=0.2)) as gateway:
             await gateway.hold("hello there", "a", Tier.GPU)
             answer = await client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS))
             assert answer.json()["id"] == "b"
-            await asyncio.wait_for(bad.gone.wait(), 2)
+            await asyncio.wait_for(bad.gone.wait(), WAIT_S)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -217,14 +224,14 @@ async def test_a_request_leaves_an_engine_that_is_found_unwell_while_it_waits(
             await gateway.fleet.check_health()
             assert not waiting.done()
             await gateway.fleet.check_health()
-            assert (await asyncio.wait_for(waiting, 5)).status_code == 200
+            assert (await asyncio.wait_for(waiting, WAIT_S)).status_code == 200
             assert good.received
-            await asyncio.wait_for(stuck.gone.wait(), 2)
+            await asyncio.wait_for(stuck.gone.wait(), WAIT_S)
 
 
 async def test_a_request_waits_on_where_there_is_no_other_engine(client: httpx.AsyncClient) -> None:
     async def answer_late(engine: MockEngine, request: Any, fields: Any) -> Any:
-        await asyncio.wait_for(may_answer.wait(), 5)
+        await asyncio.wait_for(may_answer.wait(), WAIT_S)
         return await mock.answer_well(engine, request, fields)
 
     may_answer = asyncio.Event()
@@ -236,7 +243,7 @@ async def test_a_request_waits_on_where_there_is_no_other_engine(client: httpx.A
         await gateway.fleet.check_health()
         assert not gateway.fleet.table.engines["a"].is_ready
         may_answer.set()
-        assert (await asyncio.wait_for(waiting, 5)).status_code == 200
+        assert (await asyncio.wait_for(waiting, WAIT_S)).status_code == 200
 
 
 async def test_an_engines_429_is_passed_on_with_its_retry_after_when_the_other_engine_goes(
@@ -266,13 +273,15 @@ async def test_a_stream_that_breaks_ends_with_one_well_formed_error_event(client
         assert gateway.ledger.engines() == ()
 
 
-async def test_a_stalled_stream_ends_with_an_error_event(client: httpx.AsyncClient) -> None:
+@in_quiet_time
+async def test_a_stalled_stream_ends_with_an_error_event() -> None:
     async def stall(engine: MockEngine, request: Any, fields: Any) -> Any:
         response = await mock.start_stream(request)
         await response.write(mock.event(0))
         await asyncio.Event().wait()
 
-    async with MockEngine("a", stall) as engine, gateway_for([engine], TimeoutsConfig(idle_s=0.2)) as gateway:
+    timeouts = TimeoutsConfig(idle_s=0.2)
+    async with MockEngine("a", stall) as engine, gateway_for([engine], timeouts) as gateway, new_client() as client:
         answer = await client.post(gateway.url + CHAT, json=body(CHAT, True))
         assert orjson.loads(events(answer)[-1])["error"]["code"] == "stream_broken"
 
@@ -299,6 +308,7 @@ async def test_events_pass_byte_for_byte_however_they_are_cut(client: httpx.Asyn
     [(mock.never_answer, False), (mock.never_answer, True), (mock.stream_for_ever, True)],
     ids=["whole, waiting", "stream, waiting", "stream, running"],
 )
+@in_quiet_time
 async def test_when_the_client_goes_the_engine_sees_it_within_a_second(behaviour: Any, stream: bool) -> None:
     async with MockEngine("a", behaviour) as engine, gateway_for([engine]) as gateway:
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -366,7 +376,7 @@ async def test_a_slow_sender_is_408() -> None:
         host, port = gateway.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), WAIT_S)
         assert b"408" in answer
         writer.close()
         await writer.wait_closed()
@@ -419,14 +429,15 @@ async def test_reported_cached_tokens_are_compared_with_the_prediction(client: h
         assert gateway.count("warmroute_prediction_error_tokens_sum") == 16
 
 
-async def test_a_crowd_on_one_engine_spreads_to_the_idle_ones(client: httpx.AsyncClient) -> None:
+@in_quiet_time
+async def test_a_crowd_on_one_engine_spreads_to_the_idle_ones() -> None:
     async def take_a_moment(engine: MockEngine, request: Any, fields: Any) -> Any:
         await asyncio.sleep(0.3)
         return await mock.answer_well(engine, request, fields)
 
     text = "a long shared prefix " * 200
     engines = [MockEngine(name, take_a_moment) for name in "abcd"]
-    async with engines[0], engines[1], engines[2], engines[3], gateway_for(engines) as gateway:
+    async with engines[0], engines[1], engines[2], engines[3], gateway_for(engines) as gateway, new_client() as client:
         await gateway.hold(text, "a", Tier.GPU, chunks=10)
         request = {"model": MODEL, "prompt": text}
         await asyncio.gather(*(client.post(gateway.url + COMPLETIONS, json=request) for _ in range(40)))

@@ -14,12 +14,16 @@ from directory.memory import MemoryDirectory
 from gateway import health
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck, Target
 from gateway.prefetch import Hint, Prefetcher
 from tests.gateway.assembly import eventually
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, MODEL, engine_registration
+from tests.virtual_time import in_quiet_time
+
+WAIT_S = 20.0
 
 GOOD = b'{"data":[{"id":"tiny"}]}'
 STRANGE_LISTS: dict[str, bytes] = {
@@ -55,6 +59,7 @@ async def test_an_engine_with_a_strange_url_never_joins_and_hinders_nobody(url: 
     assert found["s"].state.startswith("unreachable")
 
 
+@in_quiet_time
 async def test_an_engine_that_answers_a_byte_at_a_time_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
@@ -74,8 +79,8 @@ async def test_an_engine_that_answers_a_byte_at_a_time_is_too_slow(monkeypatch: 
     async with server, MockEngine("g") as good, httpx.AsyncClient(trust_env=False) as client:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         check = HealthCheck(client).check([Target("s", url, ()), Target("g", good.url, (MODEL,))])
-        found = await asyncio.wait_for(check, 5)
-        await asyncio.wait_for(has_ended.wait(), 5)
+        found = await asyncio.wait_for(check, WAIT_S)
+        await asyncio.wait_for(has_ended.wait(), WAIT_S)
     assert found["g"].state == "ready"
     assert found["s"].state == "unreachable: TimeoutError"
 
@@ -134,7 +139,7 @@ async def test_files_that_cant_be_used_cost_their_own_engine_the_encoding(
     contents = {**CONTENTS, **changed}
     served = {hashlib.sha256(content).hexdigest(): content for content in contents.values()}
     named = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    strange = engine_registration("s", tokenizer_files=named, renderer="reference")
+    strange = ModelFiles("reference", tuple(sorted(named.items())))
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=served[request.url.path.removeprefix("/files/")])

@@ -45,7 +45,7 @@ async def no_wait(keys):
 
 
 async def soon(is_true):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not is_true():
             await asyncio.sleep(0.001)
 

@@ -30,8 +30,8 @@ def key(number: int) -> bytes:
 
 
 def keys_of(partition: int, count: int) -> list[bytes]:
-    """So many keys of one partition."""
-    return [bytes([partition << 4, 0]) + number.to_bytes(14, "big") for number in range(count)]
+    """So many keys of one partition, digests as all keys are: a table finds others only slowly."""
+    return [bytes([partition << 4 | each[0] & 15]) + each[1:] for each in map(key, range(count))]
 
 
 class FaultyDirectory:

@@ -93,4 +93,4 @@ def test_more_than_the_machine_has_is_refused(total_bytes, refusal):
 def test_closing_leaves_no_descriptor_behind():
     before = len(os.listdir("/proc/self/fd"))
     Arena(PAGE_BYTES * 5, PAGE_BYTES).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -292,7 +292,7 @@ def test_calls_end_within_their_time_when_the_agent_hangs(tmp_path):
         assert client.open([storage_key("a")], 0.2) == []
         assert client.put(label("b"), payload("b"), 0.2) is PutResult.REFUSED
         client.report_gpu([b"k" * 16], [])
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < WAIT_S / 2
         release.set()
         eventually(lambda: read(client, "a") == payload("a"), "the agent's return")
         eventually(lambda: agent.tier()["references"] == 0, "late answers given back")
@@ -368,4 +368,4 @@ def test_a_stopped_client_leaves_no_thread_and_no_descriptor(agent):
             assert read(client, "a") == payload("a")
         del client
     eventually(lambda: open_fds() <= before, "the descriptors' end")
-    assert threading.active_count() == threads
+    eventually(lambda: threading.active_count() <= threads, "the threads' end")

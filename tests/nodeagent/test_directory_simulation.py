@@ -54,7 +54,7 @@ EVENTS = {
 
 
 def chosen_seeds() -> range:
-    first, _, end = os.environ.get(SEEDS_VARIABLE, "60").rpartition(":")
+    first, _, end = os.environ.get(SEEDS_VARIABLE, "40").rpartition(":")
     return range(int(first or 0), int(end))
 
 

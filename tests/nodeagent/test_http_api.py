@@ -203,7 +203,7 @@ async def port(state):
     with listen("127.0.0.1", 0) as listener:
         server = HttpServer(api, listener)
         task = asyncio.create_task(server.run_until_stopped())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not server.started:
                 await asyncio.sleep(0.01)
         yield listener.getsockname()[1]
@@ -232,7 +232,7 @@ async def test_broken_requests_are_answered_and_the_agent_serves_on(port, monkey
     monkeypatch.setattr(http_api, "BODY_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
-    assert b" %d " % status in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    assert b" %d " % status in await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
     writer.close()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -266,7 +266,7 @@ async def test_a_connection_whose_request_does_not_come_is_closed(port, monkeypa
     monkeypatch.setattr(http_connection, "HEAD_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
 
 

@@ -250,7 +250,7 @@ async def all_tasks():
 
 TestTwoTiers = TwoTiers.TestCase
 TestTwoTiers.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -173,13 +173,15 @@ def test_an_agent_is_configured_by_file_variables_and_flags_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("part", ["agent", "directory"])
-def test_each_part_checks_its_configuration_without_secrets(tmp_path: Path, part: str) -> None:
+def test_each_part_checks_its_configuration_without_secrets(
+    tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(AGENT_YAML if part == "agent" else "directory: {url: 'redis://:hunter2@r:1'}\n")
-    command = [sys.executable, "-m", "warmroute.cli", part, "--config", str(path), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "hunter2" not in done.stdout
-    assert yaml.safe_load(done.stdout)["directory"]["url"] == "redis://:***@r:1"
+    assert main([part, "--config", str(path), "--check"]) == 0
+    shown = capsys.readouterr().out
+    assert "hunter2" not in shown
+    assert yaml.safe_load(shown)["directory"]["url"] == "redis://:***@r:1"
 
 
 @pytest.mark.parametrize(
@@ -202,15 +204,16 @@ def test_each_part_checks_its_configuration_without_secrets(tmp_path: Path, part
         ("directory", "directory: {uri: x}", "the key directory.uri is not known; did you mean directory.url?"),
     ],
 )
-def test_what_is_wrong_for_a_part_is_one_sentence(tmp_path: Path, part: str, text: str, says: str) -> None:
+def test_what_is_wrong_for_a_part_is_one_sentence(
+    tmp_path: Path, part: str, text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    command = [sys.executable, "-m", "warmroute.cli", part, "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"warmroute {part}: ")
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert main([part, "--config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"warmroute {part}: ")
+    assert says in said
+    assert said.count("\n") == 1
 
 
 def test_variables_that_kubernetes_makes_for_a_service_of_our_name_are_no_configuration() -> None:

@@ -1,47 +1,17 @@
-"""`warmroute up`, as a user runs it: the demo on a real fleet, and one sentence for what stands in the way."""
+"""`warmroute up`, as a user runs it: one sentence for what stands in the way. Its demo is in tests/fleet."""
 
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.warmroute.fleets import free_port, left_behind, play_demo, refused, up
+from tests.warmroute.fleets import free_port, left_behind, refused, up
+from warmroute.cli import main
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return play_demo(tmp_path_factory.mktemp("demo"))
-
-
-def test_a_second_turn_computes_only_what_is_new(demo: list[dict[str, Any]]) -> None:
-    first, second = demo[0], demo[1]
-    assert first["prompt_tokens"] > 2_400
-    assert first["cached_tokens"] == 0
-    assert second["engine"] == first["engine"]
-    assert second["prompt_tokens"] - second["cached_tokens"] < 2 * 256
-
-
-def test_a_second_reader_goes_to_the_engine_that_holds_the_document(demo: list[dict[str, Any]]) -> None:
-    assert demo[2]["engine"] == demo[0]["engine"]
-    assert demo[2]["reason"] == "prefix"
-    assert demo[2]["cached_tokens"] >= 2_048
-
-
-def test_a_restarted_engine_hits_its_hosts_dram(demo: list[dict[str, Any]]) -> None:
-    assert demo[3]["engine"] == demo[0]["engine"]
-    assert demo[3]["tier_tokens"].startswith("dram=")
-    assert demo[3]["cached_tokens"] >= 2_048
-
-
-def test_the_prediction_is_what_the_engine_reports(demo: list[dict[str, Any]]) -> None:
-    for row in demo:
-        tiers = [] if row["tier_tokens"] == "none" else row["tier_tokens"].split(",")
-        assert sum(int(tier.split("=")[1]) for tier in tiers) == row["cached_tokens"], row
 
 
 def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
@@ -55,15 +25,34 @@ def test_what_stands_in_the_way_is_one_sentence(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         assert f"port {port}" in refused(tmp_path, port=port)
     assert "can't be used" in refused(tmp_path, "--redis", f"redis://127.0.0.1:{free_port()}")
-    assert "redis" in refused(tmp_path, "--redis", "http://nonsense").lower()
-    assert "--engines" in refused(tmp_path, "--engines", "0")
-    assert "--demo" in refused(tmp_path, "--exit")
-    assert "--key-prefix" in refused(tmp_path, "--key-prefix", "a:b")
-    assert "memory" in refused(tmp_path, "--engines", "1000")
-    assert "memory" in refused(tmp_path, "--engine-kind", "vllm", "--engines", "1000")
-    assert "--no-cache" in refused(tmp_path, "--engine-kind", "vllm", "--no-cache")
-    assert "--engine-kind" in refused(tmp_path, "--engine-kind", "vllm", "--engine", "http://127.0.0.1:1")
-    assert "--dram-gb" in refused(tmp_path, "--dram-gb", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--redis", "http://nonsense"], "redis"),
+        (["--engines", "0"], "--engines"),
+        (["--exit"], "--demo"),
+        (["--key-prefix", "a:b"], "--key-prefix"),
+        (["--engines", "1000"], "memory"),
+        (["--engine-kind", "vllm", "--engines", "1000"], "memory"),
+        (["--engine-kind", "vllm", "--no-cache"], "--no-cache"),
+        (["--engine-kind", "vllm", "--engine", "http://127.0.0.1:1"], "--engine-kind"),
+        (["--dram-gb", "0"], "--dram-gb"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_options_that_make_no_sense_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["up", "--port", str(free_port()), *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("warmroute up: ")
+    assert says in said.lower()
+    assert said.count("\n") == 1
+    assert left_behind(tmp_path) == []
 
 
 def test_a_model_that_only_looks_like_one_is_one_sentence(tmp_path: Path) -> None:

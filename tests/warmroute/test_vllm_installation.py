@@ -1,7 +1,5 @@
 """vLLM's installation: made once, repaired when half made, tried twice, never by two at once. Nothing is downloaded."""
 
-import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -167,16 +165,3 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(gguf: Path, tmp_path: Pa
     (tmp_path / "warmroute").write_text("a file")
     with pytest.raises(InstallationError, match=r"vLLM can't be installed in .*: Not a directory"):
         install(gguf, [].append, tmp_path)
-
-
-def test_a_registry_without_vllm_is_told_by_pip(monkeypatch: pytest.MonkeyPatch, gguf: Path, tmp_path: Path) -> None:
-    """The real steps: a venv, and a pip that finds nothing."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setattr(installation, "TRIES_MAX", 1)
-    with pytest.raises(InstallationError, match=r"No matching distribution found for torch==2.13.0\+cpu"):
-        install(gguf, [].append, tmp_path)
-    log = (home_folder(tmp_path) / "install.log").read_text()
-    assert "pip install" in log
-    assert subprocess.run([home_folder(tmp_path) / "venv" / "bin" / "python", "--version"], check=True)

@@ -186,7 +186,7 @@ async def test_a_body_that_does_not_come_is_a_408_and_others_are_served(
             url = f"http://127.0.0.1:{port}{COMPLETIONS}"
             assert (await client.post(url, json=COMPLETION_BODY)).status_code == 200
         for reader, writer in slow:
-            assert b" 408 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+            assert b" 408 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
             writer.close()
             await writer.wait_closed()
 

@@ -60,7 +60,9 @@ def test_an_empty_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:
         GgufFile(tmp_path / "absent")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_file_cut_short_anywhere_is_refused(tiny_path: Path, tmp_path: Path, data: st.DataObject) -> None:
     content = tiny_path.read_bytes()
@@ -71,7 +73,9 @@ def test_a_file_cut_short_anywhere_is_refused(tiny_path: Path, tmp_path: Path, d
         GgufFile(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(position=st.integers(0, 3000), value=st.integers(0, 255))
 def test_a_damaged_header_is_refused_or_harmless(tiny_path: Path, tmp_path: Path, position: int, value: int) -> None:
     content = bytearray(tiny_path.read_bytes())

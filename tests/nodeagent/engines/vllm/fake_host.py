@@ -7,7 +7,7 @@ from typing import Any
 from nodeagent.client import ChunkLabel, PutResult
 from nodeagent.opened_chunk import NO_ANSWER, OpenedPiece
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 class Held:
@@ -29,6 +29,7 @@ class FakeHost:
         self.chunks: dict[bytes, bytes] = {}
         self.damaged: set[bytes] = set()
         self.references: set[Held] = set()
+        self.lent = 0
         self.asked: list[list[bytes]] = []
         self.timeouts: list[float] = []
         self.gate = threading.Event()
@@ -48,6 +49,7 @@ class FakeHost:
                 break
             opened.append(Held(key, len(self.chunks[key])))
             self.references.add(opened[-1])
+            self.lent += 1
         rest = keys[len(opened) :]
         return OpenedPiece(opened, goes_on=bool(opened and rest) and rest[0] in self.chunks)
 

@@ -15,7 +15,7 @@ from nodeagent.messages import KvEventSource
 from tests.nodeagent.engines.vllm.recorded import payload
 
 BLOCK_TOKENS = 2
-WAIT_S = 10.0
+WAIT_S = 20.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 

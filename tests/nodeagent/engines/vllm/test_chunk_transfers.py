@@ -117,9 +117,10 @@ def test_an_answer_that_comes_after_its_request_holds_nothing(transfers: ChunkTr
     host.gate.clear()
     transfers.look_up(b"a", "r")
     transfers.flush()
+    eventually(lambda: host.asked)
     transfers.forget("r")
     host.gate.set()
-    eventually(lambda: host.asked and not host.references)
+    eventually(lambda: host.lent and not host.references)
 
 
 def test_damaged_bytes_are_a_miss_from_then_on(transfers: ChunkTransfers, host: FakeHost) -> None:
