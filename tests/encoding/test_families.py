@@ -48,7 +48,7 @@ def test_nasty_texts_cut_everywhere_have_the_ids_of_plain_hugging_face(tokenizer
     report = fuzz(tokenizer, TEXTS, SEED)
     assert report.texts == TEXTS
     assert report.cuts > 10 * TEXTS
-    assert (report.told > TEXTS / 2) == (tokenizer.pipeline.prefix is not Prefix.GAPS)
+    assert (report.told > TEXTS / 4) == (tokenizer.pipeline.prefix is not Prefix.GAPS)
     assert report.mismatches == []
 
 
