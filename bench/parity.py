@@ -22,7 +22,7 @@ from bench.encoding.workloads import Writer, conversation, template_of
 from gateway.audit import StreamTail
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import CACHE_BYTES_MAX, Encoder
-from gateway.encoding.prompt_tokenizer import CachedPieces
+from gateway.encoding.prompt_tokenizer import CachedPieces, Shared
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.self_check import SelfCheck
 from gateway.encoding.warming import KeptEvents, Reply, Warmer, warm
@@ -112,7 +112,7 @@ async def _timed(step: Awaitable[object]) -> float:
 
 def _encoder(tokenizer: Tokenizer, renderer: ReferenceRenderer, pool: EncodePool) -> Encoder:
     check = SelfCheck(pool, lambda: None, draw=lambda: 1.0)
-    texts = CachedPieces(tokenizer.encoder(CACHE_BYTES_MAX), tokenizer.whole, tokenizer.rest, pool, check)
+    texts = CachedPieces(tokenizer.encoder(CACHE_BYTES_MAX), tokenizer.whole, tokenizer.rest, Shared.of(pool, check))
     return Encoder(texts, renderer, 100)
 
 

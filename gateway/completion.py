@@ -180,7 +180,7 @@ class Completion:
             reason = "response-affinity" if home else "session-affinity"
             return Prepared(prompt, session_key(request, incoming.headers), Holders(), reason)
         with self._stage("keys"):
-            chains = prompt.chains(Scope(salt=request.cache_salt))
+            chains = await self._lookup.chained(prompt.named(), Scope(salt=request.cache_salt))
         approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
             asked = [chain for chain in chains if prompt.may_be_held(chain)] if len(approximate) < len(views) else []

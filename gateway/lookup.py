@@ -11,9 +11,10 @@ from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefus
 from directory.identity import Identity, Scope
 from directory.interface import DirectoryReader, Lookup
 from directory.placements import PrefixMatch
-from directory.schemes import key_scheme
+from directory.schemes import KnownDigests, key_scheme
 from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView
+from gateway.known_chunks import KnownChunks
 from gateway.lookup_breaker import LookupBreaker, SentLookup
 from gateway.reach_matrix import ReachMatrix
 
@@ -23,6 +24,8 @@ CHAINS_MAX = 4
 """Distinct (model files, identity, scheme, chunk size) chains computed for one request."""
 GROUPINGS_MAX = 256
 """Models whose engines' grouping is remembered."""
+HASHED_INLINE_PAGES_MAX = 4_000
+"""Pages whose hashes may hold the event loop, 2 ms: a prompt of so many tokens where a page is a token."""
 PARTIAL_SHOWN_S = 10.0
 """How long after a lookup's last unknown position it is said: a short prompt's keys may lie where it answers."""
 DEADLINE_MIN_S, DEADLINE_MAX_S, DEADLINE_SHARE = 0.005, 0.05, 0.02
@@ -78,12 +81,17 @@ def group_by_naming(views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
     )
 
 
-def chain_chunks(groups: Sequence[NamingGroup], tokens: bytes, scope: Scope) -> list[ChunkChain]:
-    """One chain for each way of naming, at most `CHAINS_MAX`; engines beyond have no match."""
+def chain_chunks(
+    groups: Sequence[NamingGroup], tokens: bytes, scope: Scope, known: KnownDigests | None = None
+) -> list[ChunkChain]:
+    """One chain for each way of naming, at most `CHAINS_MAX`; engines beyond have no match.
+
+    `known` spares hashing again what earlier prompts had.
+    """
     chains = []
     for group in groups[:CHAINS_MAX]:
         try:
-            scheme = key_scheme(group.key_scheme)
+            scheme = key_scheme(group.key_scheme, known)
             digests = scheme.digests(group.fleet_digest, scope, tokens, group.chunk_tokens, group.page_tokens)
             usable = digests[: usable_chunks(len(tokens) // 4, group.chunk_tokens)]
             keys = tuple(scheme.directory_keys(group.fleet_digest, scope, usable))
@@ -112,6 +120,7 @@ class ChunkLookup:
         self._has_answered = False
         self._refusal: DirectoryError | None = None
         self._partial_since = self._partial_at = float("-inf")
+        self._known = KnownChunks()
         self._groupings: dict[str, tuple[Sequence[EngineView], tuple[NamingGroup, ...]]] = {}
 
     @property
@@ -147,6 +156,15 @@ class ChunkLookup:
                 self._groupings.clear()
             self._groupings[model] = views, groups
         return groups
+
+    async def chained(self, named: Sequence[tuple[NamingGroup, bytes]], scope: Scope) -> list[ChunkChain]:
+        """`chain_chunks` of each group's own ids, with what earlier prompts had; in a thread where much is hashed."""
+
+        def chains() -> list[ChunkChain]:
+            return [chain for group, tokens in named for chain in chain_chunks([group], tokens, scope, self._known)]
+
+        pages = sum(len(tokens) // (4 * (group.page_tokens or group.chunk_tokens)) for group, tokens in named)
+        return chains() if pages <= HASHED_INLINE_PAGES_MAX else await asyncio.to_thread(chains)
 
     async def find(self, chains: Sequence[ChunkChain], deadline_s: float) -> Holders:
         """Every engine's matched prefix over its chain's keys."""

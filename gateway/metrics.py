@@ -64,8 +64,29 @@ class GatewayMetrics:
         self.retries = Counter(
             "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
         )
+        self._count_encoding(registry)
         self._count_directory(registry)
         self._count_parity(registry)
+
+    def count_encoded(self, hit_chars: int, miss_chars: int) -> None:
+        """Count a prompt's characters by whether their ids were known."""
+        self.tokenizer_hits.inc(hit_chars)
+        self.tokenizer_misses.inc(miss_chars)
+
+    def _count_encoding(self, registry: CollectorRegistry) -> None:
+        self.tokenizer_hits = Counter(
+            "warmroute_tokenizer_cache_hit_chars_total",
+            "Characters of prompts whose token ids were known from earlier prompts.",
+            registry=registry,
+        )
+        self.tokenizer_misses = Counter(
+            "warmroute_tokenizer_cache_miss_chars_total",
+            "Characters of prompts that had to be tokenized.",
+            registry=registry,
+        )
+        self.tokenizer_cache_bytes = Gauge(
+            "warmroute_tokenizer_cache_bytes", "Memory that known token ids take, about.", registry=registry
+        )
 
     def _count_directory(self, registry: CollectorRegistry) -> None:
         self.lookup = Histogram(

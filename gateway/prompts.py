@@ -6,13 +6,11 @@ hand. Each has ids of its own then, and what is known of one says nothing about 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
-from directory.identity import Scope
 from gateway.encoding.encoder import Encoders, Encoding, unencoded
 from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView
-from gateway.lookup import CHAINS_MAX, ChunkChain, ChunkLookup, NamingGroup, chain_chunks
+from gateway.lookup import CHAINS_MAX, ChunkChain, ChunkLookup, NamingGroup
 from gateway.openai_schema import InferenceRequest
 
 
@@ -40,11 +38,10 @@ class EncodedPrompt:
             return None
         return own.prompt_tokens
 
-    def chains(self, scope: Scope) -> tuple[ChunkChain, ...]:
-        """The chunks' keys, each group's of its own engines' ids."""
+    def named(self) -> list[tuple[NamingGroup, bytes]]:
+        """Each group that names its chunks, with its own engines' ids."""
         encoded = [(group, self.by_files[group.files].tokens) for group in self.groups]
-        chains = (chain_chunks([group], tokens, scope) for group, tokens in encoded if tokens is not None)
-        return tuple(chain.from_iterable(chains))
+        return [(group, tokens) for group, tokens in encoded if tokens is not None]
 
     def may_be_held(self, chunk_chain: ChunkChain) -> bool:
         """Whether it is worth asking who holds these chunks: they are announced, and read by who holds them."""

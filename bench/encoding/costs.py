@@ -15,6 +15,7 @@ from bench.encoding.fuzz import Tokenizer
 from bench.encoding.workloads import Writer, conversation, questions, template_of
 from directory.chunks import chunk_keys
 from gateway.encoding.encoder import CACHE_BYTES_MAX
+from gateway.encoding.piece_encoder import NewText, PieceEncoder
 from gateway.encoding.render import ReferenceRenderer
 
 TURNS = 20
@@ -73,7 +74,7 @@ def measure(tokenizer: Tokenizer, content: str, setting: Setting) -> list[Cost]:
             meter.identical(writer),
             meter.last_turn(writer),
             meter.shuffled_documents(writer),
-            meter.never_seen(writer),
+            *meter.never_seen(writer),
         ]
     finally:
         gc.enable()
@@ -119,19 +120,26 @@ class _Meter:
         rows = [self._both(partial(str, text), encoder.encode, first) for text in later]
         return self._cost("shuffled documents", rows)
 
-    def never_seen(self, writer: Writer) -> Cost:
-        """Text that nobody has seen, against the backend alone: what looking up costs where it is in vain."""
+    def never_seen(self, writer: Writer) -> list[Cost]:
+        """Text that nobody has seen, against the backend alone: what its request waits for, and what is done after it
+        so that its pieces are known.
+        """
         encoder = self.tokenizer.encoder(CACHE_BYTES_MAX)
-        rows = []
+        rows, rows_later = [], []
         for number in range(self.setting.rounds):
             # The backend remembers words itself, so each has texts of its own, of one kind; and they take turns.
             ours, theirs = (writer.text(int(self.setting.prompt_tokens * self.token_chars)) for _ in range(2))
-            steps = [partial(self.tokenizer.rest.encode, theirs), partial(encoder.encode, ours)]
-            results = [_timed(step) for step in (steps if number % 2 else reversed(steps))]
-            (alone, alone_ms), (ids, ours_ms) = results if number % 2 else reversed(results)
-            per_token = len(alone) / len(ids)
-            rows.append((len(ids) // 4, alone_ms / per_token, ours_ms))
-        return self._cost("never-seen text, against the backend alone", rows)
+            alone, alone_ms = _timed(partial(self.tokenizer.rest.encode, theirs)) if number % 2 else (b"", 0.0)
+            (ids, new), ours_ms = _timed(partial(_encode_fresh, encoder, ours))
+            if not number % 2:
+                alone, alone_ms = _timed(partial(self.tokenizer.rest.encode, theirs))
+            _, later_ms = _timed(partial(_learn, encoder, new))
+            assert encoder.encode(ours) == ids, "ids differ"
+            alone_ms *= len(ids) / len(alone)
+            rows.append((len(ids) // 4, alone_ms, ours_ms))
+            rows_later.append((len(ids) // 4, alone_ms, ours_ms + later_ms))
+        workload = "never-seen text, against the backend alone"
+        return [self._cost(workload, rows), self._cost(f"{workload}, all in all", rows_later)]
 
     def _both(
         self, text_of: Callable[[], str], encode: Callable[[str], bytes], known: str, with_keys: bool = False
@@ -171,6 +179,19 @@ class _Meter:
             min(plain),
             min(ours),
         )
+
+
+def _encode_fresh(encoder: PieceEncoder, text: str) -> tuple[bytes, NewText | None]:
+    """As `CachedPieces` does."""
+    if not encoder.looks_new(text):
+        return encoder.encode(text), None
+    new = encoder.encode_at_once(text)
+    return new.ids, new
+
+
+def _learn(encoder: PieceEncoder, new: NewText | None) -> None:
+    if new is not None:
+        encoder.keep(new, encoder.take_apart(new) or [])
 
 
 def _copy(text: str) -> str:

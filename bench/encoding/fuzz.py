@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from gateway.encoding.cuts import CutRules, Cutter, CutterEverywhere, cut_rules
-from gateway.encoding.examination import fastest_backend, rest_backends
+from gateway.encoding.examination import fastest_backend, rest_backends, told_stretches
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, read_pipeline
@@ -56,6 +56,8 @@ class FuzzReport:
     texts: int = 0
     characters: int = 0
     cuts: int = 0
+    told: int = 0
+    """Stretches whose ids were told from those of whole texts."""
     mismatches: list[str] = field(default_factory=list)
 
 
@@ -100,6 +102,8 @@ def fuzz(tokenizer: Tokenizer, texts: int, seed: int) -> FuzzReport:
             report.texts += 1
             report.characters += len(text)
             report.cuts += len(cutters[kind].pieces(text)) - 1
-            if encoders[kind].encode(text) != ids:
+            told = told_stretches(encoders[kind], text)
+            report.told += told
+            if told < 0 or encoders[kind].encode(text) != ids:
                 report.mismatches.append(text)
     return report

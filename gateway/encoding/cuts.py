@@ -28,12 +28,12 @@ Line ends are places before the split at added tokens, too: if no added token ho
 none can span such a place, and what lies on either side is split as before.
 """
 
+import functools
 import re
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from zlib import crc32
 
 from gateway.encoding.pipeline import Family, Pipeline, Prefix
 
@@ -41,12 +41,12 @@ LONG = 4
 """What is longer than so many times the aim is cut, or cut again at a finer kind of place."""
 STRETCH_CHARS = 1024
 """Aimed at for stretches of whole prompts."""
-SEEN_CHARS = 8
-"""Characters behind a place that decide whether it is used."""
 
 LETTERS = frozenset(string.ascii_letters)
 VISIBLE = frozenset(map(chr, range(0x21, 0x7F)))
 HAN = frozenset(map(chr, range(0x4E00, 0x9FA6)))
+_ODD = re.escape(" " + "".join(map(chr, range(0x21, 0x7F, 2)))) + "\u4e01-\u76ff"
+"""Characters of an odd number among the visible ASCII ones, and as large a share of the common Han."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +65,31 @@ class CutRule:
 
     def places(self, text: str) -> list[int]:
         """Where `text` may be cut, ascending."""
+        return self._places(self.pattern, text)
+
+    def chosen_places(self, text: str, aim_chars: int) -> list[int]:
+        """Those of them that leave pieces of about `aim_chars`, chosen by what follows."""
+        halvings = (aim_chars // self.apart).bit_length() - 1
+        return self._places(_choosing(self.pattern, halvings) if halvings > 0 else self.pattern, text)
+
+    def _places(self, pattern: re.Pattern[str], text: str) -> list[int]:
         offset, before, after = self.offset, self.before, self.after
-        matches = [match.span() for match in self.pattern.finditer(text)]
+        matches = [match.span() for match in pattern.finditer(text)]
         if before is not None:
             matches = [(start, end) for start, end in matches if start and text[start - 1] in before]
         if after is not None:
             matches = [(start, end) for start, end in matches if text[end] in after]
         return [start + offset for start, _ in matches]
 
-    def chosen_places(self, text: str, aim_chars: int) -> list[int]:
-        """Those of them that leave pieces of about `aim_chars`, chosen by what follows."""
-        one_in, places = aim_chars // self.apart, self.places(text)
-        if one_in <= 1:
-            return places
-        seen = (text[place : place + SEEN_CHARS].encode("utf-8", "surrogatepass") for place in places)
-        return [place for place, follows in zip(places, seen, strict=True) if crc32(follows) % one_in == 0]
+
+@functools.cache
+def _choosing(pattern: re.Pattern[str], halvings: int) -> re.Pattern[str]:
+    """A pattern for about one in 2**`halvings` of its places: those behind which every fourth character is odd.
+
+    About half of all characters are, in any prose or code, and neighbours within a word aren't drawn apart. `re` looks
+    at them itself: a checksum of each place would cost more than the search.
+    """
+    return re.compile(f"{pattern.pattern}(?=(?:.{{3}}[{_ODD}]){{{halvings}}})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,12 @@ class Cutter:
         """A whole prompt in stretches, added tokens and all."""
         rules = self.rules.lines if self.rules.between_tokens else ()
         return self._cut(prompt, rules, self.stretch_chars)
+
+    def opening_chars(self, prompt: str) -> int:
+        """How long the shortest part is that a whole prompt may be cut off after; 0 where none is short."""
+        rules = self.rules.lines if self.rules.between_tokens else ()
+        opening = prompt[: self.stretch_chars]
+        return min((place for rule in rules for place in rule.places(opening) if place), default=0)
 
     def pieces(self, gap: str) -> Sequence[str]:
         """What lies between two added tokens, in pieces."""

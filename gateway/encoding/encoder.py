@@ -11,7 +11,7 @@ import orjson
 from gateway.encoding.encode_pool import EncodePool, PoolBusy
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
 from gateway.encoding.model_files import IDS_ONLY, ModelFiles
-from gateway.encoding.prompt_tokenizer import IdsOnly, PromptTokenizer, load_tokenizer
+from gateway.encoding.prompt_tokenizer import IdsOnly, PromptTokenizer, Shared, load_tokenizer
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.rendering import Rendered, Renderer, Uncertain
 from gateway.encoding.self_check import SelfCheck
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX = 64 * 2**20
 """What the ids of known text take, for each tokenizer, where it isn't configured."""
+RENDERED_INLINE_BYTES_MAX = 200_000
+"""Larger requests are rendered in a thread: a template with hundreds of messages takes ten milliseconds."""
 ENCODERS_MAX = 64
 """Sets of model files in a fleet for which there are encoders."""
 FETCHES_AT_ONCE_MAX, LOADS_AT_ONCE_MAX = 4, 1
@@ -68,8 +70,11 @@ class Encoding:
 class Encoder:
     """Renders and tokenizes for engines that share tokenizer files and a renderer."""
 
-    def __init__(self, tokenizer: PromptTokenizer, renderer: Renderer, token_chars_max: int) -> None:
+    def __init__(
+        self, tokenizer: PromptTokenizer, renderer: Renderer, token_chars_max: int, pool: EncodePool | None = None
+    ) -> None:
         self._tokenizer, self._renderer, self._token_chars_max = tokenizer, renderer, token_chars_max
+        self._pool = pool
 
     @property
     def state(self) -> str:
@@ -88,7 +93,10 @@ class Encoder:
         will refuse it.
         """
         try:
-            prompt = self._renderer.prompt(request)
+            if self._pool is None or len(request.body) <= RENDERED_INLINE_BYTES_MAX:
+                prompt = self._renderer.prompt(request)
+            else:
+                prompt = await self._pool.run(self._renderer.prompt, request)
             reads_cache = self._renderer.reads_cache(request)
             if isinstance(prompt, bytes):
                 return Encoding(prompt, len(prompt) // 4, reads_cache=reads_cache)
@@ -147,11 +155,12 @@ class Encoders:
         cache_bytes_max: int = CACHE_BYTES_MAX,
         on_mismatch: Callable[[], object] = lambda: None,
         on_match: Callable[[], object] = lambda: None,
+        on_encoded: Callable[[int, int], object] = lambda hit_chars, miss_chars: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._files, self._sleep, self._cache_bytes_max, self._clock = files, sleep, cache_bytes_max, clock
         self._pool = EncodePool()
-        self._check = SelfCheck(self._pool, on_mismatch, on_match)
+        self._shared = Shared.of(self._pool, SelfCheck(self._pool, on_mismatch, on_match), on_encoded)
         self._encoders: dict[ModelFiles, Encoder] = {}
         self._tokenizers: dict[str, tuple[PromptTokenizer, int]] = {}
         self._progress: dict[ModelFiles, Progress] = {}
@@ -198,16 +207,21 @@ class Encoders:
         encoder = self._encoders.get(files)
         return encoder.state if encoder else None
 
+    def cache_bytes(self) -> int:
+        """What the ids of known text take, about, for all tokenizers."""
+        return sum(tokenizer.cache_bytes for tokenizer, _ in self._tokenizers.values())
+
     def progress(self) -> list[tuple[ModelFiles, Progress, float]]:
         """Of each set of files how far its encoder is, and since how many seconds."""
         now = self._clock()
         return [(files, progress, now - progress.since) for files, progress in self._progress.items()]
 
     async def run(self) -> None:
-        """Load what is wanted and not there, and check samples of what is encoded, until cancelled."""
+        """Load what is wanted and not there, check samples of what is encoded, and learn from it, until cancelled."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._load_wanted())
-            loops.create_task(self._check.run())
+            loops.create_task(self._shared.check.run())
+            loops.create_task(self._shared.learner.run())
 
     def close(self) -> None:
         """Let the threads go."""
@@ -262,8 +276,8 @@ class Encoders:
             loaded = self._tokenizers.get(files.tokenizer_digest)  # of the same model with another template
             if loaded is None:
                 content = contents["tokenizer.json"]
-                loaded = await load_tokenizer(content, self._pool, self._check, self._cache_bytes_max)
-        return Encoder(loaded[0], render, loaded[1])
+                loaded = await load_tokenizer(content, self._shared, self._cache_bytes_max)
+        return Encoder(loaded[0], render, loaded[1], self._pool)
 
     def _note_loaded(self, files: ModelFiles, encoder: Encoder) -> None:
         if files not in self._wanted:  # let go while it was loaded

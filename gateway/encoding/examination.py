@@ -61,6 +61,8 @@ def examine(content: bytes) -> Examination:
     for rest in rest_backends(pipeline, backend):
         depth = proven_depth(pipeline, rules, backend, rest)
         if depth is not Depth.WHOLE:
+            if not tells_stretches(pipeline, rules, backend, rest):
+                pipeline = replace(pipeline, token_bytes=b"")
             reason = "" if depth is Depth.PIECES else "how it splits text isn't known"
             return Examination(backend.name, token_chars_max, Parts(pipeline, rules, rest.name, depth), reason)
     return Examination(backend.name, token_chars_max, None, "taken apart, texts got other ids in a test")
@@ -117,6 +119,32 @@ def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Back
             return depth
         logger.warning("a tokenizer's texts can't be taken apart as its pipeline says: %s", depth.name)
     return Depth.WHOLE
+
+
+def tells_stretches(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Backend) -> bool:
+    """Whether what is told of stretches from the ids of nasty texts as wholes are the ids of the stretches."""
+    encoder = PieceEncoder(pipeline, CutterEverywhere(rules, rest.piece_chars), whole, rest, PROOF_CACHE_BYTES)
+    encoder.depth = Depth.PIECES
+    texts = nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS)
+    if any(told_stretches(encoder, text) < 0 for text in texts):
+        logger.warning("a tokenizer's tokens aren't as long as its vocabulary says")
+        return False
+    return True
+
+
+def told_stretches(encoder: PieceEncoder, text: str) -> int:
+    """How many stretches' ids can be told from those of the whole text; -1 if one has other ids by itself."""
+    ids = encoder.encode(text)
+    if not encoder.goes_at_once(text):
+        return 0
+    new = encoder.encode_at_once(text)
+    if new.ids != ids:
+        return -1
+    told = encoder.take_apart(new) or []
+    if len(told) < 2:
+        return 0
+    known = [encoder.cache.get(stretch, encoder.is_first(place)) for place, (stretch, _) in enumerate(told)]
+    return len(told) if known == [stretch_ids for _, stretch_ids in told] else -1
 
 
 def _encodings(backend: Backend, texts: Iterable[str]) -> list[tuple[bytes, bytes]]:

@@ -5,6 +5,7 @@ one and the former old one is dropped. A hit costs one or two looks into a dict,
 texts, so no two texts can be taken for each other.
 """
 
+import threading
 from sys import getsizeof
 
 ENTRY_BYTES = 100
@@ -16,7 +17,7 @@ ENTRY_SHARE_MAX = 0.25
 class PieceCache:
     """Ids (little-endian u32) by text, and by whether the text is encoded as the first after a tokenizer's start.
 
-    For one thread.
+    For several threads.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -25,6 +26,7 @@ class PieceCache:
         self._young: tuple[dict[str, bytes], dict[str, bytes]] = ({}, {})
         self._old: tuple[dict[str, bytes], dict[str, bytes]] = ({}, {})
         self._young_bytes = self._old_bytes = 0
+        self._putting = threading.Lock()
 
     @property
     def bytes_used(self) -> int:
@@ -45,8 +47,9 @@ class PieceCache:
         size = getsizeof(piece) + getsizeof(ids) + ENTRY_BYTES
         if size > self._entry_bytes_max or piece in self._young[is_first]:
             return
-        if self._young_bytes + size > self._generation_bytes_max:
-            self._old, self._old_bytes = self._young, self._young_bytes
-            self._young, self._young_bytes = ({}, {}), 0
-        self._young[is_first][piece] = ids
-        self._young_bytes += size
+        with self._putting:
+            if self._young_bytes + size > self._generation_bytes_max:
+                self._old, self._old_bytes = self._young, self._young_bytes
+                self._young, self._young_bytes = ({}, {}), 0
+            self._young[is_first][piece] = ids
+            self._young_bytes += size

@@ -3,10 +3,10 @@
     prompt -> stretches: known? -> segments, at added tokens -> the gaps between them: known? -> pieces: known?
            -> all pieces that aren't, in one batch -> joined
 
-Looking up and joining belong to one thread, the event loop's; the batch in between may run in any, and releases the
-GIL.
+Looking up may run in any thread, and so may the batch, which releases the GIL. Joining belongs to the event loop's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -14,7 +14,16 @@ from gateway.encoding.added_tokens import AddedTokenSplitter
 from gateway.encoding.cuts import Cutter
 from gateway.encoding.piece_cache import PieceCache
 from gateway.encoding.pipeline import Pipeline, Prefix
+from gateway.encoding.token_lengths import TokenLengths
 from gateway.encoding.tokenizer import Backend
+
+NEW_CHARS_MIN = 16_000
+"""Shorter texts are looked up in full, which costs next to nothing."""
+LOOKS, LOOK_CHARS = 2, 4_500
+"""How many places of a long text are looked at before it is taken for new, and how much there: more than isn't cut."""
+SEEN_SHARE_MIN = 0.25
+"""Where less than this share of what is looked at was seen before, as prose and code have lines in common, a text is
+new."""
 
 
 class Depth(IntEnum):
@@ -43,6 +52,22 @@ class PartialEncoding:
     """Of later pieces, and of first ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class NewText:
+    """A long text that was encoded at once: what its first `opening_chars` gave, and the others."""
+
+    cache: PieceCache
+    text: str
+    opening_chars: int
+    opening_ids: bytes
+    other_ids: bytes
+
+    @property
+    def ids(self) -> bytes:
+        """The text's."""
+        return self.opening_ids + self.other_ids if self.opening_ids else self.other_ids
+
+
 class PieceEncoder:
     """Encodes for one tokenizer. `whole` is its backend; `rest` that of a gap's later pieces, where they differ.
 
@@ -56,6 +81,8 @@ class PieceEncoder:
         self._cache_bytes_max = cache_bytes_max
         self.cache = PieceCache(cache_bytes_max)
         self.depth = Depth.WHOLE
+        can_split = rest.is_quick and pipeline.token_bytes and pipeline.prefix is not Prefix.GAPS
+        self._lengths = TokenLengths(pipeline.token_bytes, pipeline.composes) if can_split else None
 
     def flush(self) -> None:
         """Forget all ids; what is being looked up meanwhile goes nowhere."""
@@ -66,8 +93,9 @@ class PieceEncoder:
         return self._splitter.certain_chars(text)
 
     def look_up(self, text: str) -> PartialEncoding:
-        """What is known of a text. Its depth must be `SEGMENTS` or more."""
-        assert self.depth, "an encoder that takes nothing apart knows nothing"
+        """What is known of a text, for any thread. Not for an encoder that takes nothing apart; what is looked up while
+        it ceases to is finished.
+        """
         partial = PartialEncoding(self.cache, [])
         stretches = self._cutter.stretches(text) if self.depth is Depth.PIECES else (text,)
         if len(stretches) == 1:
@@ -75,8 +103,7 @@ class PieceEncoder:
             return partial
         uncut_chars_max = -1 if self._prefix is Prefix.GAPS else self._cutter.uncut_chars_max
         for number, stretch in enumerate(stretches):
-            # The first one begins the text; every other one goes on with a gap, and so without a prefix.
-            is_first, start = number == 0 and self._prefix is not Prefix.NONE, len(partial.parts)
+            is_first, start = self.is_first(number), len(partial.parts)
             ids = partial.cache.get(stretch, is_first)
             if ids is not None:
                 partial.parts.append(ids)
@@ -149,7 +176,57 @@ class PieceEncoder:
             return b"".join((self._before, *parts, self._after))
         return b"".join(parts)
 
+    def looks_new(self, text: str) -> bool:
+        """Whether a text had better be encoded at once: it is long, and little of it was seen before."""
+        if self._lengths is None or self.depth is not Depth.PIECES or len(text) < NEW_CHARS_MIN:
+            return False
+        chars = seen_chars = 0
+        for start in range(0, len(text), len(text) // LOOKS + 1):
+            # What touches an end of the look would be cut elsewhere in the whole text; all else is cut alike.
+            for number, stretch in enumerate(self._cutter.stretches(text[start : start + LOOK_CHARS])[start > 0 : -1]):
+                chars += len(stretch)
+                if self.cache.get(stretch, self.is_first(start + number)) is not None:
+                    seen_chars += len(stretch)
+        return seen_chars < chars * SEEN_SHARE_MIN and self.goes_at_once(text)
+
+    def goes_at_once(self, text: str) -> bool:
+        """Whether it can be encoded at once, and taken apart later."""
+        return self._lengths is not None and (self._prefix is Prefix.NONE or self._cutter.opening_chars(text) > 0)
+
+    def encode_at_once(self, text: str) -> NewText:
+        """The ids of a text that goes at once, with nothing looked up or kept: for any thread."""
+        rest, whole = self._backends
+        opening_chars = 0 if self._prefix is Prefix.NONE else self._cutter.opening_chars(text)
+        opening_ids = whole.encode(text[:opening_chars]) if opening_chars else b""
+        return NewText(self.cache, text, opening_chars, opening_ids, rest.encode(text[opening_chars:]))
+
+    def take_apart(self, new: NewText) -> list[tuple[str, bytes]] | None:
+        """The text's stretches with their ids, to be kept; `None` where they must be encoded to be known: for any
+        thread.
+        """
+        assert self._lengths is not None, "without it no text goes at once"
+        stretches = self._cutter.stretches(new.text)
+        head = stretches[0][new.opening_chars :]  # the opening ends with the first stretch or within it
+        found = self._lengths.split([head, *stretches[1:]] if head else stretches[1:], new.other_ids)
+        if found is None:
+            return None
+        found = [new.opening_ids + found[0], *found[1:]] if head else [new.opening_ids, *found]
+        return list(zip(stretches, found, strict=True))
+
+    def keep(self, new: NewText, stretches: Sequence[tuple[str, bytes]]) -> None:
+        """Keep what `take_apart` found."""
+        for number, (stretch, ids) in enumerate(stretches):
+            new.cache.put(stretch, self.is_first(number), ids)
+
+    def with_special(self, ids: bytes) -> bytes:
+        """A text's ids with the tokenizer's special tokens around them."""
+        return b"".join((self._before, ids, self._after))
+
+    def is_first(self, number: int) -> bool:
+        """Whether a stretch begins the text; every other one goes on with a gap, and so without a prefix."""
+        return number == 0 and self._prefix is not Prefix.NONE
+
     def encode(self, text: str, adds_special: bool = False) -> bytes:
-        """All steps at once."""
+        """What is known, encoding what isn't, and joining: all steps at once."""
         partial = self.look_up(text)
         return self.join(partial, self.encode_missing(partial), adds_special)

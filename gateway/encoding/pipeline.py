@@ -31,6 +31,11 @@ _DEEPSEEK = (
 )
 
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+TOKENS_MAX = 2**22
+"""Ids beyond are no vocabulary's."""
+
+
 class Unsupported(Exception):
     """This pipeline's texts can't be taken apart; the message says why."""
 
@@ -79,6 +84,11 @@ class Pipeline:
     ids_after: bytes
     """What is put around a text's ids (little-endian u32) where special tokens are asked for."""
     vocabulary: tuple[str, ...]
+    token_bytes: bytes
+    """How many UTF-8 bytes of text each token stands for, by its id, as little-endian u32; empty where gaps can't be
+    cut."""
+    composes: bool
+    """Whether texts are brought into the normal form C first."""
 
 
 def read_pipeline(content: str) -> Pipeline:
@@ -114,7 +124,26 @@ def _read(config: Mapping[str, Any]) -> Pipeline:
         before,
         after,
         tuple(model["vocab"]),
+        _token_bytes(model, added_tokens, family) if family else b"",
+        any(part["type"] == "NFC" for part in normalizers),
     )
+
+
+def _token_bytes(model: Mapping[str, Any], added_tokens: Sequence[AddedToken], family: Family) -> bytes:
+    """No token stands for less text than this says: so where lengths add up, each of them is right."""
+    vocabulary: Mapping[str, int] = model["vocab"]
+    added = {token.token_id: len(token.content.encode()) for token in added_tokens}
+    if family is Family.SENTENCEPIECE:
+        # Added tokens of "▁" are also what spaces become, which is shorter, and far more common.
+        lengths = added | {number: _spelled_bytes(spelling) for spelling, number in vocabulary.items()}
+    else:
+        lengths = {number: len(spelling) for spelling, number in vocabulary.items()} | added
+    if model.get("unk_token") in vocabulary:
+        lengths[vocabulary[model["unk_token"]]] = 0
+    tokens = max(lengths, default=-1) + 1
+    if tokens > TOKENS_MAX:
+        return b""
+    return pack_tokens([lengths.get(number, 0) for number in range(tokens)])
 
 
 def _members(part: Mapping[str, Any] | None, name: str) -> list[dict[str, Any]]:
@@ -190,6 +219,12 @@ def _family(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequence[dict
     replaces_spaces = kinds == ["Metaspace"] or _REPLACE_SPACE in normalizers
     is_plain = all(part == _REPLACE_SPACE or part == {"type": "Prepend", "prepend": "▁"} for part in normalizers)
     return Family.SENTENCEPIECE if is_whole and replaces_spaces and is_plain else None
+
+
+def _spelled_bytes(spelling: str) -> int:
+    if spelling.isascii():
+        return 1 if _BYTE.fullmatch(spelling) else len(spelling)
+    return len(spelling.replace("▁", " ").encode())
 
 
 def _expression(pattern: Mapping[str, str]) -> str:

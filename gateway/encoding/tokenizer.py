@@ -22,6 +22,8 @@ class Backend(Protocol):
     """Longer texts take it more than a millisecond or two: too long for an event loop."""
     piece_chars: ClassVar[int]
     """Pieces of about this length cost less to look up than to encode."""
+    is_quick: ClassVar[bool]
+    """Whether a text that nobody has seen costs so little that looking for its pieces first would show."""
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """Token ids as little-endian u32."""
@@ -38,6 +40,7 @@ class HuggingFaceBackend:
     name: ClassVar[str] = "tokenizers"
     inline_chars_max: ClassVar[int] = 4_000
     piece_chars: ClassVar[int] = 256
+    is_quick: ClassVar[bool] = False
 
     def __init__(self, pipeline: str) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(pipeline)
@@ -71,6 +74,7 @@ class FastokensBackend:
     name: ClassVar[str] = "fastokens"
     inline_chars_max: ClassVar[int] = 16_000
     piece_chars: ClassVar[int] = 1024
+    is_quick: ClassVar[bool] = True
 
     def __init__(self, pipeline: str) -> None:
         self._tokenizer = fastokens.Tokenizer.from_json_str(pipeline)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from directory.chunks import chunk_keys, foreign_storage_key, pack_tokens, usable_chunks
 from directory.errors import IdentityRefused
 from directory.identity import SECRET_BYTES_MIN, Identity, Scope, derive_salt, fold
-from directory.schemes import SCHEMES, key_scheme, sglang_seed
+from directory.schemes import SCHEMES, ChunkName, key_scheme, sglang_seed
 from tests.directory.fleet_samples import IDENTITY
 
 ROOT = bytes(range(32))
@@ -180,6 +180,17 @@ class TestScopes:
             derive_salt(bytes(SECRET_BYTES_MIN), "\ud800")
 
 
+class Remembered(dict[ChunkName, bytes]):
+    """Knows all digests it was ever told."""
+
+    puts = 0
+
+    def put(self, chunk: ChunkName, digest: bytes) -> bytes:
+        self.puts += 1
+        self[chunk] = digest
+        return digest
+
+
 class TestSchemes:
     @given(tokens=TOKENS, pages=st.integers(1, 4), page=st.integers(1, 4), salt=SALTS)
     def test_sglang_digests_are_as_the_format_says(
@@ -189,6 +200,24 @@ class TestSchemes:
         seed = b"" if salt is None else sglang_seed(None, salt)
         chain = plain_keys(seed, tokens, page)
         assert digests == chain[pages - 1 :: pages][: len(tokens) // (pages * page)]
+
+    @given(prompts=st.lists(st.tuples(TOKENS, st.sampled_from([8, 16]), st.sampled_from([1, 2, 4]), SALTS), max_size=4))
+    def test_sglang_digests_that_were_known_are_those_that_are_not(
+        self, prompts: list[tuple[list[int], int, int, str | None]]
+    ) -> None:
+        known = Remembered()
+        for tokens, chunk_tokens, page, salt in prompts * 2:
+            asked = Scope(salt=salt), pack_tokens(tokens * 9), chunk_tokens, page
+            expected = key_scheme("sglang").digests(ROOT, *asked)
+            assert key_scheme("sglang", known).digests(ROOT, *asked) == expected
+
+    def test_a_chunk_of_many_pages_is_hashed_once_and_one_of_few_is_not_remembered(self) -> None:
+        known = Remembered()
+        for tokens in (range(40), range(56)):
+            key_scheme("sglang", known).digests(ROOT, Scope(), pack_tokens(tokens), 16, 1)
+            key_scheme("sglang", known).digests(ROOT, Scope(), pack_tokens(tokens), 16, 4)
+        assert known.puts == 3
+        assert all(page == 1 for page, _, _ in known)
 
     @given(tokens=TOKENS, chunk_tokens=CHUNK_TOKENS, scope=SCOPES)
     def test_lmcache_digests_are_as_the_format_says(self, tokens: list[int], chunk_tokens: int, scope: Scope) -> None:

@@ -25,7 +25,7 @@ from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.local_models import LocalModels
 from gateway.encoding.model_files import ModelFiles
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
@@ -55,6 +55,7 @@ class ByteBackend:
     name: ClassVar[str] = "bytes"
     inline_chars_max: ClassVar[int] = 16_000
     piece_chars: ClassVar[int] = 1024
+    is_quick: ClassVar[bool] = False
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         return pack_tokens(list(text.encode()))
@@ -71,7 +72,7 @@ class FixedEncoders(Encoders):
     def find(self, files: ModelFiles) -> Encoder:
         if self.encoder is not None:
             return self.encoder
-        tokenizer = WholeTexts(ByteBackend(), self._pool, "for tests")
+        tokenizer = WholeTexts(ByteBackend(), Shared.of(self._pool), "for tests")
         contents = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
         return Encoder(tokenizer, build_renderer(files.renderer, contents), 10**6)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from directory.chunks import pack_tokens
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from nodeagent.engines.reference.loaded_model import load
 from nodeagent.engines.reference.server import create_app
 from tests.gateway.assembly import ByteBackend, serving
@@ -32,7 +32,7 @@ async def real_engine(folder: Path) -> AsyncIterator[tuple[str, Encoder]]:
     loaded = load(tiny_model.write_gguf(folder / "tiny.gguf"), MODEL, threads=1, chunk_tokens=tiny_model.CHUNK_TOKENS)
     service, pool = build_service(loaded), EncodePool()
     renderer = build_renderer("reference", loaded.files.as_mapping())
-    encoder = Encoder(WholeTexts(EnginesBackend(loaded.tokenizer.encode), pool, "for tests"), renderer, 100)
+    encoder = Encoder(WholeTexts(EnginesBackend(loaded.tokenizer.encode), Shared.of(pool), "for tests"), renderer, 100)
     try:
         async with service.running(), serving(create_app(service)) as url:
             yield url, encoder

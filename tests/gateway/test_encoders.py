@@ -14,8 +14,7 @@ from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import ENCODERS_MAX, RETRY_MAX_S, RETRY_S, Encoder, Encoders, build_renderer
 from gateway.encoding.files import FILE_BYTES_MAX, FileUnavailable, TokenizerFiles
 from gateway.encoding.model_files import ModelFiles
-from gateway.encoding.prompt_tokenizer import load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import Shared, load_tokenizer
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
 from tests.test_two_renderers import CONTENTS, ENGINES_TOKENIZER
 
@@ -127,7 +126,7 @@ async def test_an_encoder_is_loaded_in_the_background_and_gives_the_engines_ids(
 def encoder() -> Iterator[Encoder]:
     pool = EncodePool()
     content = CONTENTS["tokenizer.json"]
-    tokenizer, token_chars = asyncio.run(load_tokenizer(content, pool, SelfCheck(pool, lambda: None), 2**20))
+    tokenizer, token_chars = asyncio.run(load_tokenizer(content, Shared.of(pool), 2**20))
     yield Encoder(tokenizer, build_renderer("reference", CONTENTS), token_chars)
     pool.close()
 

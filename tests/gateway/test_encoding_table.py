@@ -9,8 +9,7 @@ import pytest
 
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, Encoding, build_renderer
-from gateway.encoding.prompt_tokenizer import PromptTokenizer, load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import PromptTokenizer, Shared, load_tokenizer
 from tests.gateway.api_answers import answer_in_shape
 from tests.gateway.assembly import gateway_for
 from tests.gateway.encoding_rows import ASKED, KINDS, table
@@ -27,7 +26,7 @@ EXPLAIN = {"x-warmroute-explain": "1"}
 def tokenizer() -> Iterator[tuple[PromptTokenizer, int]]:
     """SmolLM2's: its texts are short, and encoded inline."""
     pool = EncodePool()
-    yield asyncio.run(load_tokenizer(smollm2_content(), pool, SelfCheck(pool, lambda: None), 2**20))
+    yield asyncio.run(load_tokenizer(smollm2_content(), Shared.of(pool), 2**20))
     pool.close()
 
 

@@ -17,7 +17,7 @@ from gateway.config import EngineConfig
 from gateway.context_guard import refuse_too_long
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer, unencoded
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.errors import ContextTooLong
 from gateway.openai_schema import (
     ANTHROPICS,
@@ -240,7 +240,9 @@ async def test_a_prompt_that_fits_nowhere_is_refused_before_it_is_tokenized(
 ) -> None:
     pool = EncodePool()
     files = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
-    encoder = Encoder(WholeTexts(ByteBackend(), pool, "for tests"), build_renderer(kind, files), token_chars_max=2)
+    encoder = Encoder(
+        WholeTexts(ByteBackend(), Shared.of(pool), "for tests"), build_renderer(kind, files), token_chars_max=2
+    )
     text = "x" * (8192 * 2 + 1)
     async with MockEngine("a", answer_in_shape) as engine:
         async with gateway_for([engine], renderer=kind, encoder=encoder) as gateway:

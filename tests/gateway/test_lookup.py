@@ -1,6 +1,7 @@
 """Lookups: chains per way of naming, deadlines, and a directory that fails."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from directory.identity import UNSCOPED, Scope
 from directory.interface import Lookup
 from directory.members import Member
 from directory.placements import pack_holders
+from directory.schemes import chain_pages
 from directory.tiers import Tier
 from gateway.fleet import EngineView
 from gateway.lookup import (
@@ -28,6 +30,7 @@ from gateway.lookup_breaker import EXCUSES_MAX, FAILURES_MAX, LATE_S, PAUSE_S
 from tests.gateway.views import LIFE, view
 
 TOKENS = pack_tokens(range(41))
+LOOP_THREAD = threading.main_thread().name
 
 
 def chains_of(views: Sequence[EngineView], tokens: bytes, scope: Scope) -> list[ChunkChain]:
@@ -94,6 +97,27 @@ def test_a_group_whose_keys_cannot_be_computed_costs_its_own_engines_only() -> N
 def test_the_number_of_chains_is_bounded() -> None:
     views = [view(f"e{size}", chunk_tokens=size) for size in range(4, 12)]
     assert len(chains_of(views, TOKENS, UNSCOPED)) == CHAINS_MAX
+
+
+async def test_chunks_of_many_pages_are_hashed_once_and_many_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def counted(previous: bytes, chunk: memoryview, step: int) -> bytes:
+        threads.append(threading.current_thread().name)
+        return chain_pages(previous, chunk, step)
+
+    groups = group_by_naming([view("a"), view("b", key_scheme="sglang", chunk_tokens=8, page_tokens=1)])
+    longer = TOKENS + pack_tokens(range(8))
+    expected, expected_longer = (chain_chunks(groups, tokens, UNSCOPED) for tokens in (TOKENS, longer))
+    lookup = ChunkLookup(ScriptedReader(), Clock())
+    monkeypatch.setattr("directory.schemes.chain_pages", counted)
+    for _ in range(2):
+        assert await lookup.chained([(group, TOKENS) for group in groups], UNSCOPED) == expected
+    assert threads == [LOOP_THREAD] * 5
+    monkeypatch.setattr("gateway.lookup.HASHED_INLINE_PAGES_MAX", 10)
+    assert await lookup.chained([(group, longer) for group in groups], UNSCOPED) == expected_longer
+    assert len(threads) == 6
+    assert threads[-1] != LOOP_THREAD
 
 
 async def test_every_chain_is_joined_with_its_engines() -> None:

@@ -16,8 +16,7 @@ from gateway.affinity import session_key
 from gateway.encoding.added_tokens import AddedTokenSplitter
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
-from gateway.encoding.prompt_tokenizer import PromptTokenizer, WholeTexts, load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import PromptTokenizer, Shared, WholeTexts, load_tokenizer
 from gateway.encoding.tokenizer import HuggingFaceBackend
 from gateway.openai_schema import CHAT, MESSAGES, RESPONSES
 from tests.gateway.assembly import gateway_for
@@ -46,7 +45,7 @@ def shown(text: str, image: object = IMAGE) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Iterator[tuple[PromptTokenizer, int]]:
     pool = EncodePool()
-    yield asyncio.run(load_tokenizer(smollm2_content(), pool, SelfCheck(pool, lambda: None), 2**20))
+    yield asyncio.run(load_tokenizer(smollm2_content(), Shared.of(pool), 2**20))
     pool.close()
 
 
@@ -70,7 +69,7 @@ async def test_the_size_of_an_image_in_the_body_is_not_taken_for_tokens(tokenize
 
 async def test_a_prompt_is_not_known_in_part_where_the_tokenizer_is_not_known_to_take_it_apart() -> None:
     pool = EncodePool()
-    encoder = Encoder(WholeTexts(REFERENCE, pool, "for tests"), build_renderer("vllm", FILES), 100)
+    encoder = Encoder(WholeTexts(REFERENCE, Shared.of(pool), "for tests"), build_renderer("vllm", FILES), 100)
     encoding = await encoder.encode(asked(CHAT, shown("What is this?")), 8192)
     pool.close()
     assert (encoding.tokens, encoding.reason) == (None, "media")

@@ -118,6 +118,7 @@ class CountingBackend:
     name: ClassVar[str] = "counting"
     inline_chars_max: ClassVar[int] = 4_000
     piece_chars: ClassVar[int] = 256
+    is_quick: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

@@ -14,14 +14,21 @@ from bench.encoding.fuzz import Tokenizer, load
 from directory.chunks import pack_tokens
 from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
-from gateway.encoding.encoder import Encoder
+from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, Encoder
 from gateway.encoding.examiner import examine_apart
-from gateway.encoding.piece_encoder import Depth, PieceEncoder
-from gateway.encoding.prompt_tokenizer import CachedPieces, WholeTexts, load_tokenizer
+from gateway.encoding.piece_encoder import Depth, PartialEncoding, PieceEncoder
+from gateway.encoding.prompt_tokenizer import (
+    LOOKED_UP_INLINE_CHARS_MAX,
+    CachedPieces,
+    Shared,
+    WholeTexts,
+    load_tokenizer,
+)
 from gateway.encoding.render import ReferenceRenderer
+from gateway.encoding.rendering import Rendered
 from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
 from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
-from gateway.openai_schema import COMPLETIONS, parse_request
+from gateway.openai_schema import COMPLETIONS, InferenceRequest, parse_request
 from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import smollm2_content
 
@@ -35,6 +42,7 @@ class ByteBackend:
     name: ClassVar[str] = "bytes"
     inline_chars_max: ClassVar[int] = 100
     piece_chars: ClassVar[int] = 256
+    is_quick: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -75,14 +83,13 @@ def pieces_of(
     encoder = PieceEncoder(tokenizer.pipeline, Cutter(tokenizer.rules, 256), backend, backend, 2**20)
     encoder.depth = Depth.PIECES
     check = check or SelfCheck(pool, Mismatches(), draw=lambda: 1.0)
-    return CachedPieces(encoder, backend, backend, pool, check), encoder
+    return CachedPieces(encoder, backend, backend, Shared.of(pool, check)), encoder
 
 
 async def test_a_loaded_tokenizer_gives_the_references_ids_and_is_quick_at_once(
     pool: EncodePool, smollm2: Tokenizer
 ) -> None:
-    check = SelfCheck(pool, Mismatches())
-    tokenizer, token_chars_max = await load_tokenizer(smollm2_content(), pool, check, 2**20)
+    tokenizer, token_chars_max = await load_tokenizer(smollm2_content(), Shared.of(pool), 2**20)
     assert tokenizer.state == "fastokens, cached pieces"
     assert token_chars_max == smollm2.reference.longest_token_chars()
     text = "<|im_start|>user\n" + "Some words, and more of them.\n" * 3000
@@ -96,17 +103,59 @@ async def test_much_that_is_new_goes_to_a_thread_and_little_does_not(pool: Encod
     await tokenizer.encode("x" * 100, False)
     await tokenizer.encode("y" * 101, False)
     await tokenizer.encode("<|im_start|>" + "y" * 101, False)
-    whole = WholeTexts(backend, pool, "for a test")
+    whole = WholeTexts(backend, Shared.of(pool), "for a test")
     await whole.encode("z" * 100, False)
     await whole.encode("z" * 101, False)
     assert [name.startswith("encode") for name in backend.threads] == [False, True, False, True]
     assert backend.threads[0] == LOOP_THREAD
 
 
+class ThreadRenderer:
+    """Says in which threads it ran."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def prompt(self, request: InferenceRequest) -> Rendered:
+        self.threads.append(threading.current_thread().name)
+        return Rendered("a prompt")
+
+    def reads_cache(self, request: InferenceRequest) -> bool:
+        return True
+
+
+async def test_a_large_request_is_rendered_in_a_thread(pool: EncodePool) -> None:
+    renderer = ThreadRenderer()
+    encoder = Encoder(WholeTexts(ByteBackend(), Shared.of(pool), "for a test"), renderer, 100, pool)
+    for size in (RENDERED_INLINE_BYTES_MAX // 2, RENDERED_INLINE_BYTES_MAX):
+        request = parse_request(COMPLETIONS, b'{"model": "m", "prompt": "%s"}' % (b"x" * size))
+        assert (await encoder.encode(request, 8192)).prompt_tokens == len("a prompt")
+    assert renderer.threads[0] == LOOP_THREAD
+    assert renderer.threads[1].startswith("encode")
+
+
+async def test_a_long_text_of_small_pieces_is_looked_up_in_a_thread(
+    pool: EncodePool, smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, encoder = pieces_of(smollm2, ByteBackend(), pool)
+    threads: list[str] = []
+    look_up = encoder.look_up
+
+    def noted(text: str) -> PartialEncoding:
+        threads.append(threading.current_thread().name)
+        return look_up(text)
+
+    monkeypatch.setattr(PieceEncoder, "look_up", lambda _, text: noted(text))
+    for text in ("short", "x" * (LOOKED_UP_INLINE_CHARS_MAX + 1)):
+        assert await tokenizer.encode(text, False) == pack_tokens(list(text.encode()))
+    assert threads[0] == LOOP_THREAD
+    assert threads[1].startswith("encode")
+
+
 async def test_too_many_texts_at_once_go_without_keys(pool: EncodePool) -> None:
     backend = ByteBackend()
     backend.may_go.clear()
-    whole = WholeTexts(backend, pool, "for a test")
+    whole = WholeTexts(backend, Shared.of(pool), "for a test")
     waiting = [asyncio.create_task(whole.encode("x" * 200, False)) for _ in range(TEXTS_MAX)]
     try:
         await eventually(lambda: len(backend.threads) == 2)
@@ -204,7 +253,7 @@ async def test_a_vocabulary_that_lacks_a_byte_is_encoded_by_the_reference_which_
     pipeline = json.loads(smollm2_content())
     pipeline["pre_tokenizer"] = pipeline["pre_tokenizer"]["pretokenizers"][-1]  # as the model's vLLM has it
     content = json.dumps(pipeline).encode()
-    tokenizer, _ = await load_tokenizer(content, pool, SelfCheck(pool, lambda: None), 2**20)
+    tokenizer, _ = await load_tokenizer(content, Shared.of(pool), 2**20)
     reference = HuggingFaceBackend(content.decode())
     with pytest.raises(ValueError, match="byte 0x1d has no token"):
         FastokensBackend(content.decode()).encode("a\x1db")

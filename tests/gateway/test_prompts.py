@@ -15,10 +15,10 @@ from directory.memory import MemoryDirectory
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.model_files import ModelFiles
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding.tokenizer import Backend, HuggingFaceBackend
 from gateway.fleet import EngineView
-from gateway.lookup import CHAINS_MAX, ChunkLookup
+from gateway.lookup import CHAINS_MAX, ChunkLookup, chain_chunks
 from gateway.openai_schema import COMPLETIONS, InferenceRequest, parse_request
 from gateway.prompts import EncodedPrompt, Prompts
 from tests.gateway.pipelines import PIPELINES
@@ -43,7 +43,9 @@ class LoadedEncoders(Encoders):
         backend = self.loaded.get(dict(files.digests).get("tokenizer.json", ""))
         if backend is None:
             return None
-        return Encoder(WholeTexts(backend, self.pool, "for tests"), build_renderer(files.renderer, FILES), 100)
+        return Encoder(
+            WholeTexts(backend, Shared.of(self.pool), "for tests"), build_renderer(files.renderer, FILES), 100
+        )
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,12 @@ async def encoded(
 
 
 def keys_of(prompt: EncodedPrompt) -> dict[str, tuple[bytes, ...]]:
-    chains = prompt.chains(Scope())
-    return {each.engine: chain.keys for chain in chains for each in chain.group.engines}
+    return {
+        each.engine: chain.keys
+        for group, tokens in prompt.named()
+        for chain in chain_chunks([group], tokens, Scope())
+        for each in chain.group.engines
+    }
 
 
 def expected_keys(text: str, each: EngineView) -> tuple[bytes, ...]:

@@ -11,7 +11,7 @@ from bench.encoding.fuzz import Tokenizer, load
 from gateway.encoding import warming
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder
-from gateway.encoding.prompt_tokenizer import CachedPieces
+from gateway.encoding.prompt_tokenizer import CachedPieces, Shared
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.self_check import SelfCheck
 from gateway.encoding.warming import (
@@ -77,7 +77,7 @@ class Stand:
         self.backend = Counted(tokenizer.rest)
         pieces._backends = (self.backend, self.backend)  # what a request costs is what isn't known yet
         check = SelfCheck(pool, lambda: None, draw=lambda: 1.0)
-        texts = CachedPieces(pieces, tokenizer.whole, tokenizer.rest, pool, check)
+        texts = CachedPieces(pieces, tokenizer.whole, tokenizer.rest, Shared.of(pool, check))
         self.encoder = Encoder(texts, ReferenceRenderer(CHATML, {}), 100)
 
     async def cost(self, request: InferenceRequest) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.affinity import session_key
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
-from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding.vllm_fields import refuse_reserved
 from gateway.errors import InvalidRequest
 from gateway.ids_body import body_with_ids
@@ -123,7 +123,9 @@ class Readers:
 
 def encoder_of(kind: str, template: str, pool: EncodePool) -> Encoder:
     files = {"chat_template.jinja": template.encode(), "tokenizer_config.json": orjson.dumps(SPECIAL_TOKENS)}
-    return Encoder(WholeTexts(ByteBackend(), pool, "for tests"), build_renderer(kind, files), token_chars_max=1)
+    return Encoder(
+        WholeTexts(ByteBackend(), Shared.of(pool), "for tests"), build_renderer(kind, files), token_chars_max=1
+    )
 
 
 @pytest.fixture(scope="module")

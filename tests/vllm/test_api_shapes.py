@@ -15,8 +15,7 @@ from gateway.audit import StreamTail
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
 from gateway.encoding.local_model_reader import read_apart
-from gateway.encoding.prompt_tokenizer import load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import Shared, load_tokenizer
 from gateway.openai_schema import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RERANK, RESPONSES, SCORE
 from tests.directory.stands import running_valkey
 from tests.gateway.assembly import TestGateway, gateway_for
@@ -83,7 +82,7 @@ class Host:
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     folder, pool = tmp_path_factory.mktemp("v"), EncodePool()
     files = dict(asyncio.run(read_apart(model_folder(), "vllm")).contents)
-    loaded = asyncio.run(load_tokenizer(files["tokenizer.json"], pool, SelfCheck(pool, lambda: None), 2**20))
+    loaded = asyncio.run(load_tokenizer(files["tokenizer.json"], Shared.of(pool), 2**20))
     encoder = Encoder(loaded[0], build_renderer("vllm", files), loaded[1])
     with pytest.MonkeyPatch.context() as patch, running_valkey() as server:
         patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")

@@ -14,8 +14,7 @@ import pytest
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
 from gateway.encoding.local_model_reader import read_apart
-from gateway.encoding.prompt_tokenizer import load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import Shared, load_tokenizer
 from gateway.openai_schema import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.gateway.rendered import asked
 from tests.render_matrix import CHATS, SHOW_ALL, TORTURE
@@ -43,8 +42,7 @@ class Side:
 
     def __init__(self, url: str, folder: Path, pool: EncodePool) -> None:
         files = dict(asyncio.run(read_apart(folder, "vllm")).contents)
-        check = SelfCheck(pool, lambda: None)
-        tokenizer, token_chars = asyncio.run(load_tokenizer(files["tokenizer.json"], pool, check, 2**20))
+        tokenizer, token_chars = asyncio.run(load_tokenizer(files["tokenizer.json"], Shared.of(pool), 2**20))
         self.url, self._encoder = url, Encoder(tokenizer, build_renderer("vllm", files), token_chars)
 
     def engines_ids(self, endpoint: str, fields: dict[str, Any]) -> list[int] | None:

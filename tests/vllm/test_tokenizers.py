@@ -14,8 +14,7 @@ import pytest
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.local_model_reader import read_apart
 from gateway.encoding.nasty_texts import nasty_texts
-from gateway.encoding.prompt_tokenizer import load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import Shared, load_tokenizer
 from tests.gateway.pipelines import PIPELINES, smollm2
 from tests.vllm.engines import python_of_vllm
 from warmroute.vllm.installation import launch_environment
@@ -100,7 +99,7 @@ def pool() -> Iterator[EncodePool]:
 
 def gateways_ids(content: bytes, pool: EncodePool) -> list[list[int]]:
     async def encoded() -> list[list[int]]:
-        tokenizer, _ = await load_tokenizer(content, pool, SelfCheck(pool, lambda: None), 2**20)
+        tokenizer, _ = await load_tokenizer(content, Shared.of(pool), 2**20)
         ids = [await tokenizer.encode(text, adds) for text in TEXTS for adds in (False, True)]
         return [list(memoryview(each).cast("I")) for each in ids]
 

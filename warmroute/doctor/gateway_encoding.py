@@ -13,8 +13,7 @@ from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, Encoding, build_renderer
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
 from gateway.encoding.model_files import IDS_ONLY
-from gateway.encoding.prompt_tokenizer import load_tokenizer
-from gateway.encoding.self_check import SelfCheck
+from gateway.encoding.prompt_tokenizer import Shared, load_tokenizer
 from gateway.openai_schema import parse_request
 from warmroute.doctor.patient import Patient
 from warmroute.doctor.probes import Probe
@@ -97,8 +96,8 @@ class OwnEncodings:
     async def _make(self, kind: str, contents: Mapping[str, bytes]) -> OwnEncoding:
         try:
             renderer = build_renderer(kind, contents)
-            check = SelfCheck(self._pool, lambda: None)
-            tokenizer, chars = await load_tokenizer(contents["tokenizer.json"], self._pool, check, CACHE_BYTES_MAX)
+            shared = Shared.of(self._pool)
+            tokenizer, chars = await load_tokenizer(contents["tokenizer.json"], shared, CACHE_BYTES_MAX)
         except (ValueError, KeyError) as error:
             raise NoEncoding(f"no gateway can encode for it: {error}", is_fault=True) from error
         return OwnEncoding(Encoder(tokenizer, renderer, chars), contents)
