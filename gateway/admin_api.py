@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from directory.members import HostRegistration, Member, encode_registration
 from gateway.completion import Completion, Incoming, Prepared
-from gateway.encoding.encoder import Encoders
+from gateway.encoding_report import EncodingReport
 from gateway.errors import BodyTooLarge, GatewayError
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
@@ -26,7 +26,7 @@ def create_admin_api(
     completion: Completion,
     fleet: Fleet,
     lookup: ChunkLookup,
-    encoders: Encoders,
+    encoding: EncodingReport,
     ledger: Ledger,
     parity: Parity,
     metrics: GatewayMetrics,
@@ -57,14 +57,8 @@ def create_admin_api(
 
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        """Hosts and engines: state, tiers, what is booked, how exactly each is encoded and by what its answers say."""
-        hosts, engines = sorted(fleet.table.hosts.items()), sorted(fleet.table.engines.items())
-        return {
-            **_gateway_row(fleet, lookup),
-            "hosts": [_host_row(name, member) for name, member in hosts],
-            "engines": [_engine_row(view, fleet, ledger, encoders) for _, view in engines],
-            "parity": parity.rows(),
-        }
+        """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
+        return _fleet_rows(fleet, lookup, ledger, encoding) | {"parity": parity.rows()}
 
     @api.post("/route/explain")
     async def explain_route(request: Request) -> Response:
@@ -84,8 +78,16 @@ def create_admin_api(
     return api
 
 
-def _gateway_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
-    return {"version": version("warmroute"), "unix_time_s": time.time(), **_directory_row(fleet, lookup)}
+def _fleet_rows(fleet: Fleet, lookup: ChunkLookup, ledger: Ledger, encoding: EncodingReport) -> dict[str, Any]:
+    table = fleet.table
+    return {
+        "version": version("warmroute"),
+        "unix_time_s": time.time(),
+        **_directory_row(fleet, lookup),
+        "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
+        "engines": [_engine_row(view, fleet, ledger, encoding) for _, view in sorted(table.engines.items())],
+        "model_files": encoding.of_files(table.engines.values()),
+    }
 
 
 def _directory_row(fleet: Fleet, lookup: ChunkLookup) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
     }
 
 
-def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encoders) -> dict[str, Any]:
+def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoding: EncodingReport) -> dict[str, Any]:
     registration = view.registration
     is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
     row: dict[str, Any] = {
@@ -159,8 +161,7 @@ def _engine_row(view: EngineView, fleet: Fleet, ledger: Ledger, encoders: Encode
         "url": view.url,
         "state": view.state,
         "models": list(view.models),
-        "encoding": encoders.state(registration) if registration else "no agent",
-        "tokenizer": encoders.tokenizer_state(registration) if registration else None,
+        **encoding.of_engine(view),
         "placements": "believed" if is_believed else "not believed",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),

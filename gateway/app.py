@@ -12,7 +12,6 @@ import httpx
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from directory.members import EngineRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
@@ -20,15 +19,19 @@ from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_models import LocalModels
+from gateway.encoding.model_files import ModelFiles
+from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet, FleetTable
 from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
-from gateway.metrics import EngineGauges, GatewayMetrics
+from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prompts import Prompts
 from gateway.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -58,31 +61,32 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
-        self_checks = SelfChecks(metrics)
-        encoders = _encoders(config, control, self_checks)
+        encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         fleet = Fleet(
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: encoders.want(_wanted(table)),
+            on_change=lambda table: encoders.want([*_wanted(table), *local_models.wanted()]),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
+            files_of=local_models.files_of,
         )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
-        parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
+        parity, prompts = Parity(fleet, directory, encoders, self_checks, metrics, clock), Prompts(encoders, lookup)
+        completion = Completion(fleet, prompts, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit = config.limits.body_bytes_max
-        admin_app = create_admin_api(completion, fleet, lookup, encoders, ledger, parity, metrics, stop.is_set, limit)
+        report = EncodingReport(encoders, local_models)
+        admin_app = create_admin_api(completion, fleet, lookup, report, ledger, parity, metrics, stop.is_set, limit)
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, prefetcher, parity)]
+            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, local_models, prefetcher, parity)]
             servers = [
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),
@@ -99,13 +103,20 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
                 task.cancel()
 
 
-def _encoders(config: GatewayConfig, control: httpx.AsyncClient, self_checks: SelfChecks) -> Encoders:
-    return Encoders(
-        TokenizerFiles(config.files_folder, control),
+def _encoders(
+    config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics
+) -> tuple[Encoders, LocalModels, SelfChecks]:
+    self_checks = SelfChecks(metrics)
+    files = TokenizerFiles(config.files_folder, control, metrics.degraded.labels("damaged_file").inc)
+    encoders = Encoders(
+        files,
         cache_bytes_max=config.encoding.cache_mb * 2**20,
         on_mismatch=self_checks.mismatch,
         on_match=self_checks.match,
     )
+    metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
+    local_models = LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
+    return encoders, local_models, self_checks
 
 
 def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:
@@ -154,9 +165,10 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _wanted(table: FleetTable) -> list[tuple[EngineRegistration, str]]:
-    views = table.engines.values()
-    return [(view.registration, view.agent_url) for view in views if view.registration and view.agent_url]
+def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
+    """Of engines with an agent, which may be away."""
+    views = [view for view in table.engines.values() if view.registration is not None]
+    return [(files, view.agent_url) for view in views if (files := view.files) is not None]
 
 
 def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:

@@ -14,7 +14,7 @@ from directory.identity import Scope
 from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
-from gateway.encoding.encoder import Encoders, Encoding, unencoded
+from gateway.encoding.encoder import Encoding
 from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.errors import (
@@ -28,11 +28,12 @@ from gateway.errors import (
 from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
 from gateway.ledger import Ledger
-from gateway.lookup import ChunkChain, ChunkLookup, Holders, chain_chunks, lookup_deadline_s
+from gateway.lookup import ChunkChain, ChunkLookup, Holders, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
 from gateway.parity.parity import Parity, WatchedAnswer, without
 from gateway.prefetch import Prefetcher, hint_for
+from gateway.prompts import EncodedPrompt, Prompts
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.router import route
 from gateway.routing.seconds import NEUTRAL_FLOPS
@@ -83,7 +84,7 @@ class Prepared:
     Of the engines in `approximate` it isn't believed that their token ids are these.
     """
 
-    encoding: Encoding
+    prompt: EncodedPrompt
     affinity: bytes
     holders: Holders
     without_placements: str = ""
@@ -95,6 +96,11 @@ class Prepared:
         known = encoding_class(self.encoding)
         return "approximate" if known != "affinity" and engine in self.approximate else known
 
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding that most is known of; an engine's own is `prompt.of(view)`."""
+        return self.prompt.best
+
 
 class Completion:
     """Serves chat and completion requests."""
@@ -102,7 +108,7 @@ class Completion:
     def __init__(
         self,
         fleet: Fleet,
-        encoders: Encoders,
+        prompts: Prompts,
         lookup: ChunkLookup,
         ledger: Ledger,
         upstream: Upstream,
@@ -112,7 +118,7 @@ class Completion:
         clock: Callable[[], float],
     ) -> None:
         self._parity = parity
-        self._fleet, self._encoders, self._lookup, self._prefetcher = fleet, encoders, lookup, prefetcher
+        self._fleet, self._prompts, self._lookup, self._prefetcher = fleet, prompts, lookup, prefetcher
         self._ledger, self._upstream, self._metrics, self._clock = ledger, upstream, metrics, clock
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
@@ -173,43 +179,34 @@ class Completion:
 
     async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         request = incoming.request
-        if XARGS in request.fields and any(
-            each.registration and each.registration.renderer.startswith("vllm") for each in views
-        ):
+        if XARGS in request.fields and any(each.files and each.files.renderer.startswith("vllm") for each in views):
             refuse_reserved(request.fields)
         with self._stage("encode"):
-            encoding = await self._encode(request, views)
-        if encoding.tokens is None:
-            self._metrics.degraded.labels(f"not_encoded_{encoding.reason}").inc()
-            return Prepared(encoding, session_key(request, incoming.headers), Holders(), "session-affinity")
-        if not encoding.is_whole:
-            self._metrics.degraded.labels(f"partly_encoded_{encoding.reason}").inc()
+            prompt = await self._prompts.encode(request, views)
+        for shortfall in prompt.shortfalls:
+            self._metrics.degraded.labels(shortfall).inc()
+        if prompt.best.tokens is None:
+            return Prepared(prompt, session_key(request, incoming.headers), Holders(), "session-affinity")
         with self._stage("keys"):
-            groups = self._lookup.grouped(request.model, views)
-            chains = chain_chunks(groups, encoding.tokens, Scope(salt=request.cache_salt))
+            chains = prompt.chains(Scope(salt=request.cache_salt))
         approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
-            holders = Holders()
-            if encoding.reads_cache and len(approximate) < len(views):
-                holders = without(await self._find_holders(chains, views, encoding.prompt_tokens), approximate)
+            asked, holders = [chain for chain in chains if prompt.may_be_held(chain)], Holders()
+            if asked and len(approximate) < len(views):
+                holders = without(await self._find_holders(asked, views, prompt.best.prompt_tokens), approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
-        affinity = first_key or hashlib.sha256(encoding.tokens).digest()
-        if first_key is None and not encoding.is_whole:
+        affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
+        is_announced = any(chain.group.is_announced for chain in chains)
+        if first_key is None and not (prompt.best.is_whole and is_announced):
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
-        keys = chains[0].keys if chains else ()
-        unplaced = "approximate" if len(approximate) == len(views) else ""
-        if not holders.is_known:
-            unplaced = "directory-unavailable"
-        return Prepared(encoding, affinity, holders, unplaced, keys, approximate)
-
-    async def _encode(self, request: InferenceRequest, views: Sequence[EngineView]) -> Encoding:
-        for view in views:
-            encoder = self._encoders.find(view.registration) if view.registration else None
-            if encoder is not None:
-                return await encoder.encode(request, max(_context_tokens(each) for each in views))
-        return unencoded(request, "no_tokenizer")
+        unplaced = "" if holders.is_known else "directory-unavailable"
+        if len(approximate) == len(views):
+            unplaced = "approximate"
+        if not is_announced:
+            unplaced = "prefix-affinity" if first_key else "session-affinity"
+        return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
 
     async def _find_holders(
         self, chains: Sequence[ChunkChain], views: Sequence[EngineView], prompt_tokens: int
@@ -239,6 +236,7 @@ class Completion:
                     wait_s=self._ledger.wait_s(view.engine),
                     prefills=self._ledger.prefills(view.engine),
                     running=self._ledger.running(view.engine),
+                    prompt_tokens=prepared.prompt.tokens_of(view),
                 )
                 for view in views
             )
@@ -264,7 +262,7 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
-        watched = self._parity.watch(request, view, prepared.encoding)
+        watched = self._parity.watch(request, view, prepared.prompt.of(view))
         try:
             async with self._unless_lost(view.engine, may_retry):
                 url, key = view.url + incoming.path, view.api_key
@@ -422,10 +420,6 @@ def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, by
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
-
-
-def _context_tokens(view: EngineView) -> int:
-    return view.registration.context_tokens if view.registration else 0
 
 
 def _stay() -> None:

@@ -100,12 +100,24 @@ class EncodingConfig(Section):
 
 
 class EngineConfig(Section):
-    """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity."""
+    """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity.
+
+    With its tokenizer it is routed by what its prompts begin with.
+    """
 
     url: str = Field(description="Base URL without /v1, such as http://10.0.0.5:8000.")
     name: str | None = Field(None, description="Its name in metrics and headers; its host and port if left out.")
     models: tuple[str, ...] = Field((), description="Model ids it serves; asked for at /v1/models if left out.")
     api_key: SecretStr | None = Field(None, description="Sent to it as a bearer token, instead of the client's.")
+    tokenizer: str | None = Field(
+        None,
+        min_length=1,
+        description="Its model's folder, or a hub id (`org/name`, `org/name@revision`) that is in this machine's hub "
+        "cache: prompts are then tokenized as it does. Nothing is downloaded; files that change are read again.",
+    )
+    kind: Literal["vllm", "sglang", "reference"] = Field(
+        "vllm", description="Whose way of making prompts of requests is followed; used with `tokenizer`."
+    )
 
     @field_validator("url")
     @classmethod

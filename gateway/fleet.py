@@ -17,6 +17,7 @@ from directory.members import POLL_INTERVAL_S, EngineRegistration, HostRegistrat
 from directory.placements import Reach
 from gateway.belief import Belief
 from gateway.config import EngineConfig
+from gateway.encoding.model_files import ModelFiles, registered_files
 from gateway.health import HealthCheck, Target
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 UNKNOWN_SHAPE = ModelShape(parameters=8e9, layers=32, d_model=4096, kv_bytes_per_token=131072)
 """Stands for engines without an agent: an 8B model. Among themselves only the ratio of candidates counts."""
 UNKNOWN_CHUNK_TOKENS = 256
+UNKNOWN_CONTEXT_TOKENS = 2**20
+"""Of an engine that doesn't list its `max_model_len`: longer texts aren't encoded."""
 FAILING = "failing"
 """The state of an engine that dropped a connection, until its next health check."""
 
@@ -33,7 +36,8 @@ FAILING = "failing"
 class EngineView:
     """An engine as the router sees it. `reach` is empty where nothing it holds is believed.
 
-    `registration` is `None` for an engine without an agent: nothing is known of its cache or its tokenizer.
+    `registration` is `None` for an engine without an agent: nothing is known of its cache. `configured_files` are then
+    its tokenizer's, where they are configured and loaded, and `listed_context` is what it says at `/v1/models`.
     """
 
     engine: str
@@ -47,6 +51,20 @@ class EngineView:
     api_key: str | None = None
     announced_chunks: int = 0
     """What its `gpu` tier is said to hold; 0 as well where nothing is said of it."""
+    configured_files: ModelFiles | None = None
+    listed_context: int | None = None
+
+    @property
+    def files(self) -> ModelFiles | None:
+        """What its prompts are encoded with; `None` where nothing is known of it."""
+        return self.configured_files if self.registration is None else registered_files(self.registration)
+
+    @property
+    def context_tokens(self) -> int:
+        """What its model's context holds, or more."""
+        if self.registration is not None:
+            return self.registration.context_tokens
+        return self.listed_context or UNKNOWN_CONTEXT_TOKENS
 
     @property
     def shape(self) -> ModelShape:
@@ -108,7 +126,9 @@ class Fleet:
         static: Sequence[EngineConfig] = (),
         on_name_taken: Callable[[], None] = lambda: None,
         on_unread: Callable[[], None] = lambda: None,
+        files_of: Callable[[str], ModelFiles | None] = lambda engine: None,
     ) -> None:
+        self._files_of = files_of
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
         self._on_name_taken, self._on_unread = on_name_taken, on_unread
@@ -197,8 +217,15 @@ class Fleet:
             if view is not None and view.url == asked[engine]:
                 if health.state != view.state:
                     logger.info("engine %s at %s: %s", engine, view.url, health.state)
-                models = view.models if view.registration else health.models or view.models
-                engines[engine] = replace(view, state=health.state, models=models)
+                engines[engine] = replace(view, state=health.state)
+                if view.registration is None:
+                    engines[engine] = replace(
+                        view,
+                        state=health.state,
+                        models=health.models or view.models,
+                        configured_files=self._files_of(engine),
+                        listed_context=health.context_tokens,
+                    )
         self._publish(engines, self._table.hosts)
 
     def _target(self, view: EngineView) -> Target:

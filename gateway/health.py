@@ -43,10 +43,23 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`ready`, or why not in plain words, and the models the engine listed when it joined."""
+    """`ready`, or why not in plain words, and the models the engine listed when it joined.
+
+    `context_tokens` is the largest `max_model_len` that it listed for them, if it did.
+    """
 
     state: str
     models: tuple[str, ...] = ()
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What an engine at `url` listed."""
+
+    url: str | None
+    models: tuple[str, ...]
+    context_tokens: int | None
 
 
 class HealthCheck:
@@ -57,7 +70,7 @@ class HealthCheck:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
         self._slots = asyncio.Semaphore(CHECKS_AT_ONCE_MAX)
-        self._listed: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._listed: dict[str, _Listed] = {}
         self._failures: dict[str, int] = {}
 
     async def check(self, targets: Sequence[Target]) -> dict[str, Health]:
@@ -77,37 +90,40 @@ class HealthCheck:
     async def _check_one(self, target: Target) -> Health:
         async with self._slots:
             problem = await self._problem(target)
-        url, models = self._listed.get(target.engine, (None, ()))
+        listed = self._listed.get(target.engine, _Listed(None, (), None))
         if problem is None:
             self._failures[target.engine] = 0
-            return Health("ready", models)
+            return Health("ready", listed.models, listed.context_tokens)
         self._failures[target.engine] = self._failures.get(target.engine, 0) + 1
-        if url == target.url and self._failures[target.engine] < FAILURES_MAX:
-            return Health("ready", models)
+        if listed.url == target.url and self._failures[target.engine] < FAILURES_MAX:
+            return Health("ready", listed.models, listed.context_tokens)
         self._listed.pop(target.engine, None)
-        return Health(problem, models)
+        return Health(problem, listed.models, listed.context_tokens)
 
     async def _problem(self, target: Target) -> str | None:
         try:
             status, _ = await self._get(target, "/health")
-            has_listed = self._listed.get(target.engine, (None,))[0] == target.url
-            if status == 200 and has_listed:
+            before = self._listed.get(target.engine)
+            if status == 200 and before is not None and before.url == target.url:
                 return None
             if status != 200 and status not in NO_SUCH_PATH:
                 return f"unhealthy: status {status}"
             status, content = await self._get(target, "/v1/models")
             if status != 200:
                 return f"unhealthy: status {status} at /v1/models"
-            listed = _model_ids(content)
+            listed = _models(content)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             return f"unreachable: {type(error).__name__}"
         except ValueError:
             return "answers /v1/models with what isn't a list of models"
-        if target.models and not set(listed) & set(target.models):
+        if target.models and not listed.keys() & set(target.models):
             return f"doesn't list its model {target.models[0]}"
         if not listed:
             return "lists no model"
-        self._listed[target.engine] = (target.url, target.models or tuple(listed))
+        models = target.models or tuple(listed)
+        self._listed[target.engine] = _Listed(
+            target.url, models, max((listed[model] for model in models if model in listed), default=0) or None
+        )
         return None
 
     async def _get(self, target: Target, path: str) -> tuple[int, bytes]:
@@ -124,9 +140,17 @@ class HealthCheck:
             return answer.status_code, bytes(content)
 
 
-def _model_ids(content: bytes) -> list[str]:
-    """The ids listed; raises `ValueError` for what isn't JSON."""
+def _models(content: bytes) -> dict[str, int]:
+    """The ids listed, each with its `max_model_len` (0 without one); raises `ValueError` for what isn't JSON."""
     data: Any = orjson.loads(content)
     rows = data.get("data") if isinstance(data, dict) else None
     rows = rows if isinstance(rows, list) else []
-    return [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+    return {
+        row["id"]: _context_tokens(row.get("max_model_len"))
+        for row in rows
+        if isinstance(row, dict) and isinstance(row.get("id"), str)
+    }
+
+
+def _context_tokens(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

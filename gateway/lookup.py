@@ -1,17 +1,18 @@
 """Who holds this prompt's chunks: keys for every way the fleet names them, one directory lookup, joined per engine."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from directory.chunks import usable_chunks
 from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefused, PartitionUnavailable
-from directory.identity import Scope
+from directory.identity import Identity, Scope
 from directory.interface import DirectoryReader, Lookup
-from directory.members import EngineRegistration
 from directory.placements import PrefixMatch
 from directory.schemes import key_scheme
+from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView
 from gateway.lookup_breaker import LookupBreaker, SentLookup
 from gateway.reach_matrix import ReachMatrix
@@ -19,7 +20,7 @@ from gateway.reach_matrix import ReachMatrix
 logger = logging.getLogger(__name__)
 
 CHAINS_MAX = 4
-"""Distinct (identity, scheme, chunk size) chains computed for one request."""
+"""Distinct (model files, identity, scheme, chunk size) chains computed for one request."""
 GROUPINGS_MAX = 256
 """Models whose engines' grouping is remembered."""
 PARTIAL_SHOWN_S = 10.0
@@ -29,8 +30,13 @@ DEADLINE_MIN_S, DEADLINE_MAX_S, DEADLINE_SHARE = 0.005, 0.05, 0.02
 
 @dataclass(frozen=True, slots=True)
 class NamingGroup:
-    """Engines that name chunks alike, and whom their incarnations serve."""
+    """Engines that encode prompts and name chunks alike, and whom their incarnations serve.
 
+    Where they have no agent nobody announces what they hold (`is_announced`): their names serve affinity alone.
+    """
+
+    files: ModelFiles
+    is_announced: bool
     fleet_digest: bytes
     key_scheme: str
     chunk_tokens: int
@@ -61,21 +67,21 @@ class Holders:
 
 
 def group_by_naming(views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
-    """The distinct ways of naming among `views`, at most `CHAINS_MAX`; engines beyond have no match."""
-    groups: dict[tuple[bytes, str, int, int | None], list[EngineView]] = {}
+    """The distinct ways of naming among `views`, in the order in which they come."""
+    groups: dict[_Naming, list[EngineView]] = {}
     for view in views:
-        if view.registration is not None:
-            groups.setdefault(_naming(view.registration), []).append(view)
+        if (files := view.files) is not None:
+            groups.setdefault(_naming(view, files), []).append(view)
     return tuple(
         NamingGroup(*naming, tuple(members), ReachMatrix([view.reach for view in members]))
-        for naming, members in list(groups.items())[:CHAINS_MAX]
+        for naming, members in groups.items()
     )
 
 
 def chain_chunks(groups: Sequence[NamingGroup], tokens: bytes, scope: Scope) -> list[ChunkChain]:
-    """One chain for each way of naming."""
+    """One chain for each way of naming, at most `CHAINS_MAX`; engines beyond have no match."""
     chains = []
-    for group in groups:
+    for group in groups[:CHAINS_MAX]:
         try:
             scheme = key_scheme(group.key_scheme)
             digests = scheme.digests(group.fleet_digest, scope, tokens, group.chunk_tokens, group.page_tokens)
@@ -216,8 +222,17 @@ def _join(chains: Sequence[ChunkChain], answers: Sequence[Lookup | DirectoryErro
     return Holders(matches, keys, degraded="partial_directory" if is_partial else None)
 
 
-def _naming(registration: EngineRegistration) -> tuple[bytes, str, int, int | None]:
+_Naming = tuple[ModelFiles, bool, bytes, str, int, int | None]
+
+
+def _naming(view: EngineView, files: ModelFiles) -> _Naming:
+    registration = view.registration
+    if registration is None:
+        unknown = Identity("*", "unknown", hashlib.sha256(repr(files).encode()).hexdigest(), "unknown", "unknown")
+        return files, False, unknown.fleet_digest(), "warmroute", view.chunk_tokens, None
     return (
+        files,
+        True,
         registration.identity.fleet_digest(),
         registration.key_scheme,
         registration.chunk_tokens,

@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 _TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100)
 _STAGE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+FILE_STATES = ("loading", "exact", "ids", "failed")
 _TOKEN_BUCKETS = (0, 1, 16, 64, 256, 512, 1024, 4096, 16384)
 
 
@@ -134,3 +135,25 @@ class EngineGauges(Collector):
             booked.add_metric([engine], wait_s)
         yield inflight
         yield booked
+
+
+class ModelFilesGauge(Collector):
+    """How many sets of model files are in each state, read at scrape time."""
+
+    def __init__(self, read: Callable[[], Iterable[str]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """See `prometheus_client`."""
+        counts = dict.fromkeys(FILE_STATES, 0)
+        for state in self._read():
+            counts[state] += 1
+        gauge = GaugeMetricFamily(
+            "warmroute_model_files",
+            "Sets of tokenizer and template files in the fleet, by state: loading, in use (exact, or ids alone) or "
+            "failed.",
+            labels=["state"],
+        )
+        for state, count in counts.items():
+            gauge.add_metric([state], count)
+        yield gauge

@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import orjson
 
-from directory.members import EngineRegistration
 from gateway.encoding.encode_pool import EncodePool, PoolBusy
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
-from gateway.encoding.prompt_tokenizer import PromptTokenizer, load_tokenizer
+from gateway.encoding.model_files import IDS_ONLY, ModelFiles
+from gateway.encoding.prompt_tokenizer import IdsOnly, PromptTokenizer, load_tokenizer
 from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.rendering import Rendered, Renderer, Uncertain
 from gateway.encoding.self_check import SelfCheck
@@ -23,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX = 64 * 2**20
 """What the ids of known text take, for each tokenizer, where it isn't configured."""
-RETRY_S = 2.0
+ENCODERS_MAX = 64
+"""Sets of model files in a fleet for which there are encoders."""
+FETCHES_AT_ONCE_MAX, LOADS_AT_ONCE_MAX = 4, 1
+RETRY_S, RETRY_MAX_S = 2.0, 60.0
+"""Between two tries: the first for files that no agent has given yet, growing to the second for what can't be used."""
 RENDERERS: dict[str, Callable[[Mapping[str, bytes]], Renderer]] = {
     "reference": lambda contents: ReferenceRenderer(
         contents["chat_template.jinja"].decode(), orjson.loads(contents["tokenizer_config.json"])
@@ -71,6 +76,11 @@ class Encoder:
         """How texts are encoded, in plain words."""
         return self._tokenizer.state
 
+    @property
+    def tokenizer(self) -> tuple[PromptTokenizer, int]:
+        """What texts are encoded with, and the most characters that one of its tokens stands for."""
+        return self._tokenizer, self._token_chars_max
+
     async def encode(self, request: InferenceRequest, context_tokens: int) -> Encoding:
         """Exact token ids, or as many as are sure, or why there are none. Of several prompts the first decides.
 
@@ -112,11 +122,21 @@ def unencoded(request: InferenceRequest, reason: str) -> Encoding:
     return Encoding(None, max(1, len(request.body) // 4), reason)
 
 
-FilesKey = tuple[str, tuple[tuple[str, str], ...]]
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the encoder for one set of files is: `loading`, `exact`, `ids` (texts aren't encoded), or `failed`."""
+
+    state: str
+    since: float
+    reason: str = ""
 
 
 class Encoders:
-    """The encoders of the fleet, loaded in the background as engines appear; requests never wait for one."""
+    """The encoders of the fleet, loaded in the background as engines appear; requests never wait for one.
+
+    Each set of files has its own. When a model's files change, the new encoder is loaded while the old one serves the
+    engines that still work with the old files; one that no engine needs is let go, and requests that hold it finish.
+    """
 
     def __init__(
         self,
@@ -125,43 +145,61 @@ class Encoders:
         cache_bytes_max: int = CACHE_BYTES_MAX,
         on_mismatch: Callable[[], object] = lambda: None,
         on_match: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._files, self._sleep, self._cache_bytes_max = files, sleep, cache_bytes_max
+        self._files, self._sleep, self._cache_bytes_max, self._clock = files, sleep, cache_bytes_max, clock
         self._pool = EncodePool()
         self._check = SelfCheck(self._pool, on_mismatch, on_match)
-        self._encoders: dict[FilesKey, Encoder] = {}
-        self._failures: dict[FilesKey, str] = {}
-        self._wanted: dict[FilesKey, tuple[str, ...]] = {}
+        self._encoders: dict[ModelFiles, Encoder] = {}
+        self._tokenizers: dict[str, tuple[PromptTokenizer, int]] = {}
+        self._progress: dict[ModelFiles, Progress] = {}
+        self._wanted: dict[ModelFiles, tuple[str, ...]] = {}
+        self._fetches, self._loads = asyncio.Semaphore(FETCHES_AT_ONCE_MAX), asyncio.Semaphore(LOADS_AT_ONCE_MAX)
         self._changed = asyncio.Event()
 
-    def want(self, engines: Sequence[tuple[EngineRegistration, str]]) -> None:
-        """Say which (engine, agent URL) pairs are in the fleet; encoders nobody needs any more are let go."""
-        wanted: dict[FilesKey, tuple[str, ...]] = {}
-        for registration, agent_url in engines:
-            if registration.tokenizer_files:
-                key = files_key(registration)
-                wanted[key] = (*wanted.get(key, ()), agent_url)
+    def want(self, engines: Iterable[tuple[ModelFiles, str]]) -> None:
+        """Say which files are worked with in the fleet, each with the URL of an agent that has them (or an empty one).
+
+        Encoders nobody needs any more are let go. Of more than `ENCODERS_MAX` the last go without.
+        """
+        wanted: dict[ModelFiles, tuple[str, ...]] = {}
+        for files, agent_url in engines:
+            if files.is_enough and (files in wanted or len(wanted) < ENCODERS_MAX):
+                urls = wanted.get(files, ())
+                wanted[files] = urls if not agent_url or agent_url in urls else (*urls, agent_url)
         if wanted != self._wanted:
             self._wanted = wanted
-            for key in self._encoders.keys() - wanted.keys():
-                del self._encoders[key]
+            for files in self._progress.keys() - wanted.keys():
+                del self._progress[files]
+                self._encoders.pop(files, None)
+            for digest in self._tokenizers.keys() - {files.tokenizer_digest for files in wanted}:
+                del self._tokenizers[digest]
+            for files in wanted.keys() - self._progress.keys():
+                self._progress[files] = Progress("loading", self._clock())
             self._changed.set()
 
-    def find(self, registration: EngineRegistration) -> Encoder | None:
-        """The encoder for this engine, if it is loaded."""
-        return self._encoders.get(files_key(registration))
+    def find(self, files: ModelFiles) -> Encoder | None:
+        """The encoder for engines that work with these files, if it is loaded."""
+        return self._encoders.get(files)
 
-    def state(self, registration: EngineRegistration) -> str:
+    def state(self, files: ModelFiles) -> str:
         """In plain words, for `/fleet`: `exact`, or why not."""
-        if not registration.tokenizer_files:
+        if not files.is_enough:
             return "no tokenizer files"
-        key = files_key(registration)
-        return "exact" if key in self._encoders else self._failures.get(key, "loading")
+        progress = self._progress.get(files)
+        if progress is None:
+            return f"more than {ENCODERS_MAX} sets of files are in the fleet" if self._is_full() else "loading"
+        return progress.reason if progress.state in ("failed", "ids") else progress.state
 
-    def tokenizer_state(self, registration: EngineRegistration) -> str | None:
-        """How its texts are encoded, in plain words, for `/fleet`; `None` while they aren't."""
-        encoder = self._encoders.get(files_key(registration))
+    def tokenizer_state(self, files: ModelFiles) -> str | None:
+        """How texts are encoded, in plain words, for `/fleet`; `None` while they aren't."""
+        encoder = self._encoders.get(files)
         return encoder.state if encoder else None
+
+    def progress(self) -> list[tuple[ModelFiles, Progress, float]]:
+        """Of each set of files how far its encoder is, and since how many seconds."""
+        now = self._clock()
+        return [(files, progress, now - progress.since) for files, progress in self._progress.items()]
 
     async def run(self) -> None:
         """Load what is wanted and not there, and check samples of what is encoded, until cancelled."""
@@ -169,43 +207,80 @@ class Encoders:
             loops.create_task(self._load_wanted())
             loops.create_task(self._check.run())
 
-    async def _load_wanted(self) -> None:
-        while True:
-            self._changed.clear()
-            missing = [key for key in self._wanted if key not in self._encoders]
-            for key in missing:
-                await self._load(key, self._wanted[key])
-            if any(key not in self._encoders for key in self._wanted):
-                await self._sleep(RETRY_S)
-            else:
-                await self._changed.wait()
-
     def close(self) -> None:
         """Let the threads go."""
         self._pool.close()
 
-    async def _load(self, key: FilesKey, agent_urls: tuple[str, ...]) -> None:
-        renderer, names = key[0], dict(key[1])
-        try:
-            contents = {name: await self._files.get(digest, agent_urls) for name, digest in names.items()}
-            render = build_renderer(renderer, contents)
-            tokenizer, token_chars_max = await load_tokenizer(
-                contents["tokenizer.json"], self._pool, self._check, self._cache_bytes_max
-            )
-            self._encoders[key] = Encoder(tokenizer, render, token_chars_max)
-            logger.info("a tokenizer is loaded: %s", tokenizer.state)
-            self._failures.pop(key, None)
-        except (FileUnavailable, ValueError, KeyError) as error:
-            self._failures[key] = str(error)
-            logger.warning("no exact encoding for an engine's tokenizer yet: %s", error)
-        except Exception as error:  # the edge of the loop: files are foreign, and theirs alone go without encoding
-            self._failures[key] = f"files that can't be used: {type(error).__name__}: {error}"
-            logger.exception("no exact encoding for an engine's tokenizer")
+    def _is_full(self) -> bool:
+        return len(self._wanted) >= ENCODERS_MAX
 
+    async def _load_wanted(self) -> None:
+        """A task for each set of files that is wanted and not there: one that is slow or broken holds up no other."""
+        loading: dict[ModelFiles, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._changed.clear()
+                loading = {files: task for files, task in loading.items() if not task.done()}
+                for files in loading.keys() - self._wanted.keys():
+                    loading.pop(files).cancel()
+                for files in self._wanted.keys() - loading.keys() - self._encoders.keys():
+                    loading[files] = tasks.create_task(self._load_until_there(files))
+                await self._changed.wait()
 
-def files_key(registration: EngineRegistration) -> FilesKey:
-    """What names an encoder: the renderer's kind and the digests of the files."""
-    return registration.renderer, tuple(sorted(registration.tokenizer_files.items()))
+    async def _load_until_there(self, files: ModelFiles) -> None:
+        """Files that can't be had may be had soon; those that can't be used hardly ever."""
+        pause_s = RETRY_S
+        while files in self._wanted and files not in self._encoders:
+            try:
+                encoder = await self._load(files)
+            except FileUnavailable as error:
+                pause_s = RETRY_S
+                self._note_failure(files, str(error))
+            except (ValueError, KeyError) as error:
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+                self._note_failure(files, f"without {error}" if isinstance(error, KeyError) else str(error))
+            except Exception as error:  # the edge of the loop: files are foreign, and theirs alone go without encoding
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+                self._note_failure(files, f"files that can't be used: {type(error).__name__}: {error}")
+                logger.debug("no exact encoding for an engine's files", exc_info=True)
+            else:
+                self._note_loaded(files, encoder)
+                return
+            await self._sleep(pause_s)
+
+    async def _load(self, files: ModelFiles) -> Encoder:
+        async with self._fetches:
+            contents = {
+                name: await self._files.get(digest, self._wanted.get(files, ())) for name, digest in files.digests
+            }
+        render = build_renderer(files.renderer, contents)
+        if files.renderer == IDS_ONLY:
+            return Encoder(IdsOnly(), render, 0)
+        async with self._loads:
+            loaded = self._tokenizers.get(files.tokenizer_digest)  # of the same model with another template
+            if loaded is None:
+                content = contents["tokenizer.json"]
+                loaded = await load_tokenizer(content, self._pool, self._check, self._cache_bytes_max)
+        return Encoder(loaded[0], render, loaded[1])
+
+    def _note_loaded(self, files: ModelFiles, encoder: Encoder) -> None:
+        if files not in self._wanted:  # let go while it was loaded
+            return
+        self._encoders[files] = encoder
+        self._tokenizers.setdefault(files.tokenizer_digest, encoder.tokenizer)
+        if files.renderer == IDS_ONLY:
+            self._progress[files] = Progress("ids", self._clock(), encoder.state)
+        else:
+            self._progress[files] = Progress("exact", self._clock())
+        logger.info("a tokenizer is loaded: %s, %s", files.short, encoder.state)
+
+    def _note_failure(self, files: ModelFiles, reason: str) -> None:
+        progress = self._progress.get(files)
+        if progress is None:
+            return
+        if (progress.state, progress.reason) != ("failed", reason):
+            logger.warning("no exact encoding for the tokenizer %s: %s", files.short, reason)
+            self._progress[files] = Progress("failed", self._clock(), reason)
 
 
 def build_renderer(kind: str, contents: Mapping[str, bytes]) -> Renderer:

@@ -7,6 +7,7 @@ from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.examination import Examination
 from gateway.encoding.examiner import examine_apart
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
+from gateway.encoding.rendering import Uncertain
 from gateway.encoding.self_check import Sample, SelfCheck
 from gateway.encoding.tokenizer import BACKENDS, Backend
 
@@ -26,6 +27,20 @@ class PromptTokenizer(Protocol):
     def certain_chars(self, text: str) -> int:
         """How many characters of `text` are known to have the same ids whatever follows it."""
         ...
+
+
+class IdsOnly:
+    """For engines whose tokenizer isn't known: prompts of token ids alone are."""
+
+    state = "token ids only: the tokenizer isn't known"
+
+    async def encode(self, text: str, adds_special: bool) -> bytes:
+        """See `PromptTokenizer`. Raises `Uncertain`."""
+        raise Uncertain("own_tokenizer")
+
+    def certain_chars(self, text: str) -> int:
+        """See `PromptTokenizer`."""
+        return 0
 
 
 class WholeTexts:

@@ -13,7 +13,8 @@ class Candidate:
     """An engine that may serve the request.
 
     `rates` is `None` for an engine that has reported none. `wait_s` is the work booked ahead of this request,
-    `prefills` how many requests on it haven't shown their first byte, `running` how many are open.
+    `prefills` how many requests on it haven't shown their first byte, `running` how many are open. `prompt_tokens` is
+    the prompt's length in tokens of its own, where they aren't the query's.
     """
 
     engine: str
@@ -24,6 +25,7 @@ class Candidate:
     wait_s: float = 0.0
     prefills: int = 0
     running: int = 0
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ def score_all(query: RoutingQuery) -> tuple[list[Score], float]:
     """Every candidate's score, in the order given, and the price they were counted with."""
     second_s = price(query.candidates)
     neutral = _neutral_rates(query.candidates)
-    return [_score(each, query.prompt_tokens, second_s, neutral) for each in query.candidates], second_s
+    scores = [_score(each, each.prompt_tokens or query.prompt_tokens, second_s, neutral) for each in query.candidates]
+    return scores, second_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.interface import Batch, DirectoryReader, DirectoryWriter
-from directory.members import EngineRegistration, draw_incarnation
+from directory.members import draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
@@ -23,7 +23,10 @@ from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_models import LocalModels
+from gateway.encoding.model_files import ModelFiles
 from gateway.encoding.prompt_tokenizer import WholeTexts
+from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck
 from gateway.ledger import Ledger
@@ -33,6 +36,7 @@ from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prompts import Prompts
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
@@ -60,12 +64,12 @@ class FixedEncoders(Encoders):
 
     encoder: Encoder | None = None
 
-    def find(self, registration: EngineRegistration) -> Encoder:
+    def find(self, files: ModelFiles) -> Encoder:
         if self.encoder is not None:
             return self.encoder
         tokenizer = WholeTexts(ByteBackend(), self._pool, "for tests")
-        files = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
-        return Encoder(tokenizer, build_renderer(registration.renderer, files), 10**6)
+        contents = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
+        return Encoder(tokenizer, build_renderer(files.renderer, contents), 10**6)
 
 
 @dataclass
@@ -123,7 +127,8 @@ async def gateway_for(
     config = GatewayConfig(limits=limits, engines=tuple(static))
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        encoders = FixedEncoders(TokenizerFiles(config.files_folder, control))
+        files = TokenizerFiles(config.files_folder, control)
+        encoders = FixedEncoders(files)
         encoders.encoder = encoder
         stack.callback(encoders.close)
         fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines)
@@ -133,15 +138,16 @@ async def gateway_for(
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
-        parity = Parity(fleet, seen, encoders, SelfChecks(metrics), metrics, clock)
+        parity, prompts = Parity(fleet, seen, encoders, SelfChecks(metrics), metrics, clock), Prompts(encoders, lookup)
         comparing = asyncio.create_task(parity.run())
         stack.callback(comparing.cancel)
-        completion = Completion(fleet, encoders, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
+        completion = Completion(fleet, prompts, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
+        report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
         admin = create_admin_api(
-            completion, fleet, lookup, encoders, ledger, parity, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, report, ledger, parity, metrics, lambda: False, body_bytes_max
         )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)

@@ -12,7 +12,8 @@ from directory.members import TERM_S, EngineRegistration, HostRegistration, Load
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
 from gateway.config import EngineConfig
-from gateway.fleet import Fleet
+from gateway.encoding.model_files import ModelFiles
+from gateway.fleet import UNKNOWN_CONTEXT_TOKENS, Fleet
 from gateway.health import FAILURES_MAX, HealthCheck
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, MODEL, engine_registration, host_registration
 
@@ -387,3 +388,27 @@ async def test_the_engines_own_key_is_used_for_its_checks(setup: Setup) -> None:
     fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=static)
     await fleet.check_health()
     assert set(seen) == {"Bearer k"}
+
+
+@pytest.mark.parametrize(
+    ("listed", "context"),
+    [(8192, 8192), (None, UNKNOWN_CONTEXT_TOKENS), (-1, UNKNOWN_CONTEXT_TOKENS), ("8k", UNKNOWN_CONTEXT_TOKENS)],
+)
+async def test_an_engine_without_an_agent_says_how_long_its_prompts_may_be(
+    setup: Setup, listed: object, context: int
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": [{"id": MODEL, "max_model_len": listed}]})
+
+    files = ModelFiles("vllm", (("tokenizer.json", "a" * 64),))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        fleet = Fleet(
+            setup.directory,
+            HealthCheck(client),
+            setup.clock,
+            static=[EngineConfig(url=A)],
+            files_of=lambda engine: files,
+        )
+        await fleet.check_health()
+    (view,) = fleet.table.serving(MODEL)
+    assert (view.context_tokens, view.files) == (context, files)

@@ -14,6 +14,7 @@ from directory.memory import MemoryDirectory
 from gateway import health
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import Fleet
 from gateway.health import HealthCheck, Target
 from gateway.prefetch import Hint, Prefetcher
@@ -138,7 +139,7 @@ async def test_files_that_cant_be_used_cost_their_own_engine_the_encoding(
     contents = {**CONTENTS, **changed}
     served = {hashlib.sha256(content).hexdigest(): content for content in contents.values()}
     named = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    strange = engine_registration("s", tokenizer_files=named, renderer="reference")
+    strange = ModelFiles("reference", tuple(sorted(named.items())))
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=served[request.url.path.removeprefix("/files/")])

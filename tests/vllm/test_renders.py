@@ -13,10 +13,10 @@ import pytest
 
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer
+from gateway.encoding.local_model_reader import read_apart
 from gateway.encoding.prompt_tokenizer import load_tokenizer
 from gateway.encoding.self_check import SelfCheck
 from gateway.openai_schema import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from nodeagent.engines.vllm.description import TOKENIZER_FILES
 from tests.gateway.rendered import asked
 from tests.render_matrix import CHATS, SHOW_ALL, TORTURE
 from tests.render_matrix import MESSAGES as MESSAGES_ASKED
@@ -42,7 +42,7 @@ class Side:
     """An engine, and the gateway's encoder for its files."""
 
     def __init__(self, url: str, folder: Path, pool: EncodePool) -> None:
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        files = dict(asyncio.run(read_apart(folder, "vllm")).contents)
         check = SelfCheck(pool, lambda: None)
         tokenizer, token_chars = asyncio.run(load_tokenizer(files["tokenizer.json"], pool, check, 2**20))
         self.url, self._encoder = url, Encoder(tokenizer, build_renderer("vllm", files), token_chars)

@@ -215,16 +215,31 @@ def test_an_agent_tells_of_memory_events_and_directory() -> None:
 
 
 def test_a_gateway_tells_of_its_engines() -> None:
-    well = {"engine": "e", "state": "ready", "encoding": "exact", "placements": "believed", "tokenizer": "fastokens"}
+    well = {
+        "engine": "e",
+        "host": "h",
+        "state": "ready",
+        "encoding": "exact",
+        "placements": "believed",
+        "tokenizer": "fastokens",
+    }
     table = {"directory": "ok", "lookups": "none yet", "engines": [well]}
     assert [each.verdict for each in check_fleet(table)] == [Verdict.RIGHT]
     for changed, says in (
         ({"state": "unwell"}, "unwell"),
         ({"encoding": "file 12 is not to be had"}, "its prompts can't be encoded"),
+        ({"encoding": "exact; new files: not a tokenizer.json"}, "its prompts can't be encoded"),
         ({"placements": "not believed"}, "what it holds isn't believed"),
     ):
         (found,) = check_fleet(table | {"engines": [well | changed]})
         assert found.verdict is Verdict.WRONG
+        assert found.says.startswith(says)
+    for changed, says in (
+        ({"encoding": "token ids only: the tokenizer isn't known"}, "its prompts of text aren't encoded"),
+        ({"host": None, "placements": "not believed"}, "without an agent: routed by what its prompts begin with"),
+    ):
+        (found,) = check_fleet(table | {"engines": [well | changed]})
+        assert found.verdict is Verdict.NOTE
         assert found.says.startswith(says)
     assert check_fleet(table | {"engines": []})[0].says == "it knows no engine"
     bucket = {"engine": "e", "endpoint": "/v1/chat/completions", "tools": True, "state": "approximate", "reason": "ids"}

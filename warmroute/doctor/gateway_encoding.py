@@ -12,14 +12,15 @@ import tokenizers
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, Encoding, build_renderer
 from gateway.encoding.files import FileUnavailable, TokenizerFiles
+from gateway.encoding.model_files import IDS_ONLY
 from gateway.encoding.prompt_tokenizer import load_tokenizer
 from gateway.encoding.self_check import SelfCheck
 from gateway.openai_schema import parse_request
-from nodeagent.engines.vllm.description import TOKENIZER_FILES
 from warmroute.doctor.patient import Patient
 from warmroute.doctor.probes import Probe
 
 CACHE_BYTES_MAX = 8 * 2**20
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 class NoEncoding(Exception):
@@ -79,6 +80,8 @@ class OwnEncodings:
         if patient.registration is not None and patient.agent_url is not None:
             try:
                 names = patient.registration.tokenizer_files
+                if patient.registration.renderer == IDS_ONLY:
+                    raise NoEncoding("its tokenizer is code of its own (its log says which): texts aren't known", False)
                 if not names:
                     raise NoEncoding("it registered no tokenizer files: its prompts are routed by session", True)
                 return {name: await self._files.get(digest, [patient.agent_url]) for name, digest in names.items()}

@@ -69,9 +69,15 @@ def check_engine(row: Mapping[str, Any]) -> list[Finding]:
         findings.append(note(GATEWAY, name, says, "run `warmroute agent` on its host, and attach it"))
     elif encoding == "loading":
         findings.append(note(GATEWAY, name, "its tokenizer is being loaded", "ask again in a moment"))
+    elif encoding.startswith("token ids only"):
+        mend = "prompts of token ids are exact; texts stay with their session: its log says what its tokenizer does"
+        findings.append(note(GATEWAY, name, f"its prompts of text aren't encoded: {encoding}", mend))
     elif encoding != "exact":
         mend = "see that the agent is reachable from the gateway, and the model's tokenizer files; it is tried again"
         findings.append(wrong(GATEWAY, name, f"its prompts can't be encoded: {encoding}", mend))
+    elif row.get("host") is None:
+        says = "without an agent: routed by what its prompts begin with, not by what it holds"
+        findings.append(note(GATEWAY, name, says, "run `warmroute agent` on its host, and attach it"))
     elif row.get("placements") != "believed":
         says = f"what it holds isn't believed ({row.get('placements')})"
         mend = "its agent's registration has lapsed, or the directory can't be read: see these findings"

@@ -20,15 +20,14 @@ from nodeagent.engine_hello import EngineHello
 from nodeagent.engines.vllm.content_digest import (
     WEIGHT_SUFFIXES,
     ContentUnknown,
-    file_digest,
     model_files,
     weights_digest,
 )
 from nodeagent.engines.vllm.loaded_files import LoadedFiles
 from nodeagent.engines.vllm.settings import SOCKET_PATH_BYTES_MAX, EngineSettings, SettingsRefused
+from nodeagent.engines.vllm.tokenizer_in_use import TokenizerInUse
 from nodeagent.messages import KvEventSource
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 OWN_RENDERER_MODES = ("deepseek_v32", "deepseek_v4", "deepseek_v41")
 """Values of --tokenizer-mode under which vLLM's own code makes prompts of chats, and tokenizer.json encodes them."""
 STABLE_HASHES = ("sha256", "sha256_cbor")
@@ -86,9 +85,12 @@ def describe_engine(
     layout: KvLayout,
     cache: Path,
     loaded: LoadedFiles,
+    tokenizer: TokenizerInUse,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> EngineHello:
     """What the engine says at the door. Reads and hashes the model's files: minutes, for large weights.
+
+    The tokenizer is part of the identity as it is in use, not as its folder has it: chunks are named by its ids.
 
     Raises `ContentUnknown` where they can't be read or aren't what was loaded, `HashingStopped` soon after
     `is_stopped`, `IdentityRefused` for a name that an identity can't hold.
@@ -98,15 +100,16 @@ def describe_engine(
     folder = model_folder(model.model, model.revision, downloads)
     weights_sha = loaded_weights_digest(folder, model.revision, cache, loaded, is_stopped)
     tokenizer_folder = model_folder(model.tokenizer, model.tokenizer_revision, downloads)
-    files = {
-        name: (tokenizer_folder / name).read_bytes() for name in TOKENIZER_FILES if (tokenizer_folder / name).is_file()
-    }
+    try:
+        files, tokenizer_sha = tokenizer.files(tokenizer_folder), tokenizer.digest(tokenizer_folder)
+    except OSError as error:
+        raise ContentUnknown(f"the tokenizer in {tokenizer_folder} can't be read: {error}") from error
     served = model.served_model_name
     models = (served,) if isinstance(served, str) else tuple(served)
     identity = Identity(
         model_id=models[0],
         weights_sha=weights_sha,
-        tokenizer_sha=file_digest(tokenizer_folder / "tokenizer.json", cache, is_stopped),
+        tokenizer_sha=tokenizer_sha,
         kv_dtype=layout.dtype,
         layout=layout.name,
         tp_size=parallel.tensor_parallel_size,
@@ -125,7 +128,7 @@ def describe_engine(
         context_tokens=model.max_model_len,
         tokenizer_files=files,
         flops=settings.flops or (CPU_FLOPS if is_cpu else GPU_FLOPS),
-        renderer=renderer_of(model, tokenizer_folder),
+        renderer="vllm-unknown" if tokenizer.pipeline is None else renderer_of(model, tokenizer_folder),
         events=event_source(vllm_config, layout),
     )
 

@@ -38,6 +38,7 @@ VLLM = (
     "secondary_tier",
     "settings",
     "staging_file",
+    "tokenizer_in_use",
     "weight_changes",
 )
 ENTRY = f'''"""What a launch line of vLLM names."""

@@ -27,6 +27,7 @@ from nodeagent.engines.vllm.loaded_files import LoadedFiles, process_started_at
 from nodeagent.engines.vllm.promises import Verdict
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused, check_staging
 from nodeagent.engines.vllm.staging_file import staging_path
+from nodeagent.engines.vllm.tokenizer_in_use import TokenizerInUse, tokenizer_in_use
 
 KV_FORMAT = 1
 """Raised when the order of a row's bytes changes for a reason of ours."""
@@ -127,8 +128,11 @@ class WarmrouteTier(SecondaryTierManager):
         """Hash the model's files, then connect to the agent; until then this tier is empty."""
         try:
             loaded = LoadedFiles(process_started_at())
+            tokenizer = live_tokenizer(vllm_config)
+            if tokenizer.pipeline is None:
+                logger.warning("warmroute: prompts of text can't be routed by prefix: %s", tokenizer.reason)
             hello = describe_engine(
-                vllm_config, settings, self._layout, cache_folder(), loaded, self._is_closing.is_set
+                vllm_config, settings, self._layout, cache_folder(), loaded, tokenizer, self._is_closing.is_set
             )
             if self._is_closing.is_set():
                 return
@@ -199,6 +203,16 @@ def kv_layout(vllm_config: Any, spec: Any) -> KvLayout:
         dtype=str(config.model.dtype).removeprefix("torch."),
         staging_path=staging_path(config.engine_id),
     )
+
+
+def live_tokenizer(vllm_config: Any) -> TokenizerInUse:
+    """The tokenizer that the API server has as well: both ask vLLM's registry, which loads it once in each process."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = vllm_config.model_config
+    if (getattr(model, "encoder_config", None) or {}).get("do_lower_case"):
+        return TokenizerInUse(None, reason="vLLM lowers texts before this model's tokenizer sees them")
+    return tokenizer_in_use(cached_tokenizer_from_config(model))
 
 
 def shaping_variables() -> dict[str, object]:

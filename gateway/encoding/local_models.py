@@ -1,0 +1,181 @@
+"""Engines without an agent: their models' folders on this machine, read, watched, and switched when they change."""
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.config import EngineConfig
+from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_model_reader import read_apart
+from gateway.encoding.model_files import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+RETRY_POLLS = 60
+"""A folder that couldn't be read, and hasn't changed, is tried again after so many looks."""
+ENTRIES_MAX = 4096
+_WATCHED = re.compile(
+    r"tokenizer.*|chat_template.*|config\.json|special_tokens_map\.json|added_tokens\.json|vocab.*|merges.*|tekken\.json"
+    r"|.*\.(model|tiktoken)|consolidated.*\.safetensors"
+)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+Look = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(slots=True)
+class _Place:
+    """One configured tokenizer. `current` is what engines are encoded with, `coming` what is to follow it."""
+
+    owner: str
+    tokenizer: str
+    kind: str
+    seen: Look | None = None
+    read: Look | None = None
+    polls_since_failure: int = 0
+    current: ModelFiles | None = None
+    coming: ModelFiles | None = None
+    problem: str = ""
+
+
+class LocalModels:
+    """The tokenizers that are configured for engines. `is_loaded` says whether there is an encoder for some files.
+
+    While a folder's new files are loaded the old ones serve; new files that can't be used change nothing.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineConfig],
+        files: TokenizerFiles,
+        is_loaded: Callable[[ModelFiles], bool],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._files, self._is_loaded, self._sleep = files, is_loaded, sleep
+        self._places: dict[tuple[str, str], _Place] = {}
+        self._of_engine: dict[str, _Place] = {}
+        for engine in engines:
+            if engine.tokenizer is not None:
+                key = engine.tokenizer, engine.kind
+                place = self._places.setdefault(key, _Place(f"engines[].tokenizer of {engine.engine}", *key))
+                self._of_engine[engine.engine] = place
+
+    def files_of(self, engine: str) -> ModelFiles | None:
+        """What an engine's prompts are encoded with, once that is loaded."""
+        place = self._of_engine.get(engine)
+        if place is None:
+            return None
+        if place.coming is not None and self._is_loaded(place.coming):
+            if place.current is not None:
+                logger.info("%s: its new files are loaded and in use", place.owner)
+            place.current, place.coming = place.coming, None
+        return place.current
+
+    def wanted(self) -> list[tuple[ModelFiles, str]]:
+        """The files to be loaded, as `Encoders.want` takes them."""
+        places = self._places.values()
+        return [(files, "") for place in places for files in (place.current, place.coming) if files is not None]
+
+    def state(self, engine: str) -> str | None:
+        """What keeps an engine's newest files from being in use, in plain words; `None` if nothing does."""
+        place = self._of_engine.get(engine)
+        if place is None or (not place.problem and place.current is not None and place.coming is None):
+            return None
+        return place.problem or "loading"
+
+    def coming(self, engine: str) -> ModelFiles | None:
+        """Files that are being loaded for an engine."""
+        place = self._of_engine.get(engine)
+        return place.coming if place else None
+
+    async def run(self) -> None:
+        """Watch the folders until cancelled."""
+        while self._places:
+            for place in self._places.values():
+                try:
+                    await self._look_after(place)
+                except Exception:  # the edge of the loop: one strange folder must not end the gateway
+                    logger.exception("%s: looking after its folder met a fault", place.owner)
+            await self._sleep(POLL_INTERVAL_S)
+
+    async def _look_after(self, place: _Place) -> None:
+        """Read a folder that has changed, once it is the same at two looks: it may be in the middle of being copied."""
+        try:
+            folder = find_folder(place.tokenizer)
+            seen = await asyncio.to_thread(look, folder)
+        except (ValueError, OSError) as error:
+            self._note(place, str(error))
+            return
+        is_settled, place.seen = seen == place.seen or place.read is None, seen
+        place.polls_since_failure += 1
+        is_due = seen != place.read or (bool(place.problem) and place.polls_since_failure > RETRY_POLLS)
+        if not is_settled or not is_due:
+            return
+        place.read, place.polls_since_failure = seen, 0
+        try:
+            model = await read_apart(folder, place.kind)
+        except ValueError as error:
+            self._note(place, f"{folder}: {error}")
+            return
+        if await asyncio.to_thread(look, folder) != seen:
+            place.read = ()  # half of it may be of another model: read it again
+            return
+        self._note(place, "")
+        if model.reason:
+            logger.warning("%s: prompts of text can't be routed by prefix: %s", place.owner, model.reason)
+        digests = await self._files.hold(place.owner + place.kind, model.contents)
+        found = ModelFiles(model.renderer, tuple(sorted(digests.items())))
+        place.coming = None if found == place.current else found
+
+    def _note(self, place: _Place, problem: str) -> None:
+        if problem and problem != place.problem:
+            logger.error("%s: %s", place.owner, problem)
+        place.problem = problem
+
+
+def find_folder(tokenizer: str) -> Path:
+    """The folder of a model: a path, or the snapshot in this machine's hub cache of `org/name` or `org/name@revision`.
+
+    Raises `ValueError`. The cache's layout is that of huggingface_hub ("Understand caching").
+    """
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(tokenizer) or ".." in tokenizer:
+        raise ValueError(f"{tokenizer} is neither a folder nor a hub id such as org/name")
+    name, _, revision = tokenizer.partition("@")
+    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / (revision or "main")).read_text().strip()
+    except OSError:
+        commit = revision
+    folder = repository / "snapshots" / commit
+    if not commit or not folder.is_dir():
+        raise ValueError(f"{tokenizer} is no folder, and not in the hub cache {hub_cache()}; nothing is downloaded")
+    return folder
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what was downloaded."""
+    if given := os.environ.get("HF_HUB_CACHE"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(os.environ.get("HF_HOME") or os.path.join(base, "huggingface")).expanduser() / "hub"
+
+
+def look(folder: Path) -> Look:
+    """What tells that a folder's files changed, without reading them. Raises `OSError`, `ValueError` without any."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry, _ in zip(entries, range(ENTRIES_MAX), strict=False):
+            if _WATCHED.fullmatch(entry.name):
+                status = os.stat(entry.path)  # of what a link leads to
+                found.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    if not found:
+        raise ValueError(f"{folder} holds no tokenizer")
+    return tuple(sorted(found))

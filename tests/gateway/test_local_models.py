@@ -1,0 +1,192 @@
+"""Models' folders on the gateway's machine: found, read as the engine would, watched."""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.config import EngineConfig
+from gateway.encoding.files import TokenizerFiles
+from gateway.encoding.local_model import read_local_model
+from gateway.encoding.local_models import LocalModels, find_folder, look
+from gateway.encoding.model_files import ModelFiles
+from tests.gateway.pipelines import PIPELINES
+from tests.test_two_renderers import CONTENTS
+
+CONFIG = {
+    "tokenizer_class": "TokenizersBackend",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "chat_template": "{{ messages }}",
+}
+
+
+def model_folder(folder: Path, **changes: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**CONFIG, **changes}))
+    (folder / "tokenizer.json").write_text(json.dumps(PIPELINES["gemma"]()))
+    return folder
+
+
+def test_a_reference_engines_files_are_taken_as_they_are(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        (tmp_path / name).write_bytes(content)
+    model = read_local_model(tmp_path, "reference")
+    assert (model.renderer, model.contents) == ("reference", CONTENTS)
+
+
+def test_a_class_that_works_as_its_file_says_is_read_without_transformers(tmp_path: Path) -> None:
+    model = read_local_model(model_folder(tmp_path), "sglang")
+    assert model.renderer == "sglang"
+    assert json.loads(model.contents["tokenizer.json"]) == PIPELINES["gemma"]()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer_class": "GPT2Tokenizer"}, "tokenizer_class 'GPT2Tokenizer' needs transformers"),
+        ({"tokenizer_class": None}, "tokenizer_class None"),
+        ({"add_bos_token": True}, "add_bos_token in tokenizer_config.json"),
+        ({"bos_token": "<another>"}, "bos_token isn't a plain special token"),
+        ({"eos_token": {"content": "</s>", "lstrip": True}}, "eos_token isn't"),
+        ({"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "auto_map in"),
+    ],
+)
+def test_what_transformers_might_change_is_not_guessed(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    if find_spec("transformers"):
+        pytest.skip("transformers is installed: it is asked instead")
+    with pytest.raises(ValueError, match=said):
+        read_local_model(model_folder(tmp_path, **changes), "vllm")
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "renderer"),
+    [
+        ({"model_type": "llama", "architectures": ["DeepseekV32ForCausalLM"]}, [], "vllm-own"),
+        ({"model_type": "llama", "architectures": ["KimiK3ForConditionalGeneration"]}, [], "vllm-unknown"),
+        ({"model_type": "llama"}, ["consolidated.safetensors", "tekken.json"], "vllm-unknown"),
+        ({"model_type": "llama"}, ["tekken.json"], "vllm"),
+    ],
+)
+def test_who_renders_is_told_from_the_model(
+    tmp_path: Path, config: dict[str, object], names: list[str], renderer: str
+) -> None:
+    model_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in names:
+        (tmp_path / name).touch()
+    model = read_local_model(tmp_path, "vllm")
+    assert model.renderer == renderer
+    assert bool(model.contents) == (renderer != "vllm-unknown") == (not model.reason)
+
+
+def hub(folder: Path, commit: str = "abc") -> Path:
+    snapshot = folder / "models--org--name" / "snapshots" / commit
+    model_folder(snapshot)
+    (folder / "models--org--name" / "refs").mkdir(exist_ok=True)
+    (folder / "models--org--name" / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_a_hub_id_is_found_in_the_cache_and_follows_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    old = hub(tmp_path)
+    assert find_folder("org/name") == find_folder("org/name@main") == find_folder("org/name@abc") == old
+    new = hub(tmp_path, "def")
+    assert find_folder("org/name") == new
+    assert find_folder("org/name@abc") == old
+
+
+@pytest.mark.parametrize(
+    "name", ["org/absent", "org/name@absent", "name", "../etc/passwd", "org/../name", "a/b/c", "@"]
+)
+def test_what_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    hub(tmp_path)
+    with pytest.raises(ValueError, match=r"neither a folder|nothing is downloaded"):
+        find_folder(name)
+
+
+def test_a_change_of_any_file_that_counts_is_seen(tmp_path: Path) -> None:
+    model_folder(tmp_path)
+    seen = look(tmp_path)
+    (tmp_path / "README.md").touch()
+    assert look(tmp_path) == seen
+    for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):
+        (tmp_path / name).write_text("{}")
+        assert look(tmp_path) != seen
+        seen = look(tmp_path)
+    os.utime(tmp_path / "tokenizer.json", (1, 1))
+    assert look(tmp_path) != seen
+
+
+class Reading:
+    """A place that is looked after by hand: each look is one step of the loop."""
+
+    def __init__(self, folder: Path, loaded: set[ModelFiles]) -> None:
+        client = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: httpx.Response(404)))
+        engine = EngineConfig(url="http://e:1", tokenizer=str(folder), kind="reference")
+        self.files = TokenizerFiles(folder / "cache", client)
+        self.models = LocalModels([engine], self.files, loaded.__contains__)
+
+    async def look(self) -> None:
+        (place,) = self.models._places.values()
+        await self.models._look_after(place)
+
+    @property
+    def wanted(self) -> list[ModelFiles]:
+        return [files for files, _ in self.models.wanted()]
+
+
+async def test_the_old_files_serve_until_the_new_are_loaded_and_half_a_copy_is_not_read(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        (tmp_path / name).write_bytes(content)
+    loaded: set[ModelFiles] = set()
+    reading = Reading(tmp_path, loaded)
+    await reading.look()
+    (old,) = reading.wanted
+    assert reading.models.files_of("e:1") is None
+    assert reading.models.state("e:1") == "loading"
+    loaded.add(old)
+    assert reading.models.files_of("e:1") == old
+    assert reading.models.state("e:1") is None
+    assert await reading.files.get(dict(old.digests)["tokenizer.json"], []) == CONTENTS["tokenizer.json"]
+
+    (tmp_path / "chat_template.jinja").write_text("half a templ")
+    await reading.look()
+    assert reading.wanted == [old], "it may still be copied"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    await reading.look()
+    assert reading.wanted == [old]
+    await reading.look()
+    _, new = reading.wanted
+    assert reading.models.files_of("e:1") == old
+    loaded.add(new)
+    assert reading.models.files_of("e:1") == new
+    assert reading.wanted == [new]
+
+    (tmp_path / "tokenizer_config.json").unlink()
+    for _ in range(2):
+        await reading.look()
+    assert "tokenizer_config.json" in str(reading.models.state("e:1"))
+    assert reading.models.files_of("e:1") == new
+
+
+async def test_a_folder_that_is_not_there_yet_is_taken_when_it_is(tmp_path: Path) -> None:
+    loaded: set[ModelFiles] = set()
+    reading = Reading(tmp_path / "later", loaded)
+    await reading.look()
+    assert "neither a folder nor a hub id" in str(reading.models.state("e:1"))
+    assert reading.wanted == []
+    (tmp_path / "later").mkdir()
+    for name, content in CONTENTS.items():
+        (tmp_path / "later" / name).write_bytes(content)
+    for _ in range(2):
+        await reading.look()
+    assert len(reading.wanted) == 1
