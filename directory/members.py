@@ -96,6 +96,8 @@ class Load:
 
     `is_directory_full`: its placements are refused, because the directory's server has no memory left.
 
+    `announced_chunks`, of an engine: how many chunks it says to hold in its `gpu` tier now.
+
     `peer_bytes_per_s`, of a host: how fast chunks came from other hosts' agents, by their `peer_address`. At most
     `PEERS_REPORTED_MAX` of them; a peer that isn't named wasn't measured lately.
     """
@@ -107,6 +109,7 @@ class Load:
     waiting: int = 0
     is_directory_full: bool = False
     peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    announced_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,8 @@ def encode_load(load: Load) -> bytes:
         row["directory_full"] = True
     if load.peer_bytes_per_s:
         row["peers"] = dict(load.peer_bytes_per_s)
+    if load.announced_chunks:
+        row["announced"] = load.announced_chunks
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -208,6 +213,7 @@ def decode_load(data: bytes) -> Load:
             waiting=_number(row["waiting"]),
             is_directory_full=row.get("directory_full") is True,
             peer_bytes_per_s=_peers(row.get("peers", {})),
+            announced_chunks=int(_number(row.get("announced", 0))),
         )
     except KeyError as error:
         raise UnreadableMember(f"a load report lacks the field {error}") from error

@@ -18,6 +18,7 @@ from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
+from gateway.parity.parity import Parity
 from gateway.routing.query import RoutingDecision, Score
 
 
@@ -27,6 +28,7 @@ def create_admin_api(
     lookup: ChunkLookup,
     encoding: EncodingReport,
     ledger: Ledger,
+    parity: Parity,
     metrics: GatewayMetrics,
     is_draining: Any,
     body_bytes_max: int,
@@ -56,7 +58,7 @@ def create_admin_api(
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
-        return _fleet_rows(fleet, lookup, ledger, encoding)
+        return _fleet_rows(fleet, lookup, ledger, encoding) | {"parity": parity.rows()}
 
     @api.post("/route/explain")
     async def explain_route(request: Request) -> Response:
@@ -116,6 +118,7 @@ def _explanation(prepared: Prepared, decision: RoutingDecision) -> dict[str, Any
         "price": decision.price,
         "prompt_tokens": encoding.prompt_tokens,
         "encoding": "exact" if encoding.tokens is not None else f"estimated: {encoding.reason}",
+        "encoding_class": prepared.encoding_class(decision.ranked[0].engine),
         "directory": prepared.holders.degraded or "ok",
         "directory_keys": [key.hex() for key in prepared.keys],
         "candidates": [_score_row(score) for score in decision.ranked],

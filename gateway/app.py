@@ -29,6 +29,8 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
 from gateway.openai_api import OpenAiApi
+from gateway.parity.parity import Parity
+from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
 from gateway.prompts import Prompts
 from gateway.upstream import Upstream
@@ -60,7 +62,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
-        encoders, local_models = _encoders(config, control, metrics)
+        encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         fleet = Fleet(
             directory,
@@ -75,16 +77,17 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
-        completion = Completion(fleet, Prompts(encoders, lookup), lookup, ledger, upstream, prefetcher, metrics, clock)
+        parity, prompts = Parity(fleet, directory, encoders, self_checks, metrics, clock), Prompts(encoders, lookup)
+        completion = Completion(fleet, prompts, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
         data = _server(OpenAiApi(completion, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit = config.limits.body_bytes_max
         report = EncodingReport(encoders, local_models)
-        admin_app = create_admin_api(completion, fleet, lookup, report, ledger, metrics, stop.is_set, limit)
+        admin_app = create_admin_api(completion, fleet, lookup, report, ledger, parity, metrics, stop.is_set, limit)
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, local_models, prefetcher)]
+            loops = [tasks.create_task(part.run()) for part in (fleet, encoders, local_models, prefetcher, parity)]
             servers = [
                 tasks.create_task(data.serve(sockets=[data_socket])),
                 tasks.create_task(admin.serve(sockets=[admin_socket])),
@@ -104,17 +107,20 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
 
 def _encoders(
     config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics
-) -> tuple[Encoders, LocalModels]:
+) -> tuple[Encoders, LocalModels, SelfChecks]:
+    self_checks = SelfChecks(metrics)
     files = TokenizerFiles(config.files_folder, control, metrics.degraded.labels("damaged_file").inc)
     encoders = Encoders(
         files,
         cache_bytes_max=config.encoding.cache_mb * 2**20,
-        on_mismatch=metrics.degraded.labels("tokenizer_cache").inc,
+        on_mismatch=self_checks.mismatch,
+        on_match=self_checks.match,
         on_encoded=metrics.count_encoded,
     )
     metrics.tokenizer_cache_bytes.set_function(encoders.cache_bytes)
     metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
-    return encoders, LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
+    local_models = LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
+    return encoders, local_models, self_checks
 
 
 def _freeze() -> None:

@@ -1,14 +1,17 @@
 """Compares what was predicted with what the engine reports: the usage at the end of an answer."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
 from gateway.events import is_done
 
 TAIL_BYTES_MAX = 8192
+USAGE_FIELD = b'"usage":'
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,12 @@ class StreamTail:
         return is_done(self._tail)
 
     def usage(self) -> Usage | None:
-        """The usage in the last event that has one."""
-        for line in reversed(self._tail.split(b"\n")):
-            if line.startswith(b"data:") and b'"usage"' in line:
-                found = read_usage(line[5:])
-                if found is not None:
-                    return found
+        """The last usage that tells how long the prompt was; within an event of any length, in any API's stream."""
+        place = len(self._tail)
+        while (place := self._tail.rfind(USAGE_FIELD, 0, place)) >= 0:
+            found = _usage_at(self._tail, place + len(USAGE_FIELD))
+            if found is not None:
+                return found
         return None
 
 
@@ -50,12 +53,45 @@ def read_usage(data: bytes) -> Usage | None:
         decoded = orjson.loads(data)
     except orjson.JSONDecodeError:
         return None
-    usage = decoded.get("usage") if isinstance(decoded, dict) else None
-    if not isinstance(usage, Mapping) or not isinstance(usage.get("prompt_tokens"), int):
+    return _counts(decoded.get("usage")) if isinstance(decoded, dict) else None
+
+
+def _usage_at(tail: bytes, start: int) -> Usage | None:
+    """The usage whose value stands at `start`. It is a field: within a text its name's quotes would be escaped."""
+    try:
+        value, _ = _DECODER.raw_decode(tail[start:].lstrip().decode(errors="replace"))
+    except (ValueError, RecursionError):
         return None
-    details: Any = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
-    return Usage(usage["prompt_tokens"], cached if isinstance(cached, int) else None)
+    return _counts(value)
+
+
+def _counts(usage: Any) -> Usage | None:
+    """The prompt's tokens and the cached ones, as the APIs name them.
+
+    OpenAI: `prompt_tokens`; responses: `input_tokens`, and in vLLM those of each turn of an answer that called tools,
+    of which the first is what was asked. Messages: `input_tokens` are those that were neither read from a cache nor
+    written to one.
+    """
+    if not isinstance(usage, Mapping):
+        return None
+    prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
+    if prompt is None:
+        prompt, details = usage.get("input_tokens"), usage.get("input_tokens_details")
+    if not _is_count(prompt):
+        return None
+    if isinstance(details, Mapping):
+        turns = details.get("input_tokens_per_turn")
+        if isinstance(turns, list) and len(turns) > 1:
+            return Usage(turns[0], None) if _is_count(turns[0]) else None
+        cached = details.get("cached_tokens")
+        return Usage(prompt, cached if _is_count(cached) else None)
+    read, written = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
+    total = prompt + sum(each for each in (read, written) if _is_count(each))
+    return Usage(total, read if _is_count(read) else None)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_json(data: bytes) -> bool:

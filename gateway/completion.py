@@ -15,6 +15,7 @@ from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.encoding.encoder import Encoding
+from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.errors import (
     ModelNotFound,
@@ -30,6 +31,7 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
+from gateway.parity.parity import Parity, WatchedAnswer, without
 from gateway.prefetch import Prefetcher, hint_for
 from gateway.prompts import EncodedPrompt, Prompts
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
@@ -77,13 +79,22 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named."""
+    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named.
+
+    Of the engines in `approximate` it isn't believed that their token ids are these.
+    """
 
     prompt: EncodedPrompt
     affinity: bytes
     holders: Holders
     without_placements: str = ""
     keys: tuple[bytes, ...] = ()
+    approximate: frozenset[str] = frozenset()
+
+    def encoding_class(self, engine: str) -> str:
+        """How well the engine's prompt is known: `exact`, `up-to`, `affinity`, or `approximate`: its answers differ."""
+        known = encoding_class(self.encoding)
+        return "approximate" if known != "affinity" and engine in self.approximate else known
 
     @property
     def encoding(self) -> Encoding:
@@ -102,9 +113,11 @@ class Completion:
         ledger: Ledger,
         upstream: Upstream,
         prefetcher: Prefetcher,
+        parity: Parity,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
+        self._parity = parity
         self._fleet, self._prompts, self._lookup, self._prefetcher = fleet, prompts, lookup, prefetcher
         self._ledger, self._upstream, self._metrics, self._clock = ledger, upstream, metrics, clock
 
@@ -176,9 +189,11 @@ class Completion:
             return Prepared(prompt, session_key(request, incoming.headers), Holders(), "session-affinity")
         with self._stage("keys"):
             chains = await self._lookup.chained(prompt.named(), Scope(salt=request.cache_salt))
+        approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
-            asked = [chain for chain in chains if prompt.may_be_held(chain)]
-            holders = await self._find_holders(asked, views, prompt.best.prompt_tokens) if asked else Holders()
+            asked, holders = [chain for chain in chains if prompt.may_be_held(chain)], Holders()
+            if asked and len(approximate) < len(views):
+                holders = without(await self._find_holders(asked, views, prompt.best.prompt_tokens), approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
@@ -186,10 +201,12 @@ class Completion:
         is_announced = any(chain.group.is_announced for chain in chains)
         if first_key is None and not (prompt.best.is_whole and is_announced):
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
-        without = "" if holders.is_known else "directory-unavailable"
+        unplaced = "" if holders.is_known else "directory-unavailable"
+        if len(approximate) == len(views):
+            unplaced = "approximate"
         if not is_announced:
-            without = "prefix-affinity" if first_key else "session-affinity"
-        return Prepared(prompt, affinity, holders, without, chains[0].keys if chains else ())
+            unplaced = "prefix-affinity" if first_key else "session-affinity"
+        return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
 
     async def _find_holders(
         self, chains: Sequence[ChunkChain], views: Sequence[EngineView], prompt_tokens: int
@@ -245,10 +262,11 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
+        watched = self._parity.watch(request, view, prepared.prompt.of(view))
         try:
             async with self._unless_lost(view.engine, may_retry):
-                url = view.url + incoming.path
-                answer = await self._upstream.send(url, incoming.headers, request.body, view.api_key)
+                url, key = view.url + incoming.path, view.api_key
+                answer = await watched.send(lambda asked: self._upstream.send(url, incoming.headers, asked.body, key))
                 self._ledger.first_byte(booking)
                 is_stream = answer.content_type == "text/event-stream"
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
@@ -258,14 +276,15 @@ class Completion:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)
             if incoming.wants_explanation:
-                headers += explanation(decision)
+                headers += explanation(decision, prepared.encoding_class(view.engine))
             if is_stream:
                 observe = partial(self._observe_first_byte, incoming, prepared, score)
-                usage = await self._relay_stream(answer, headers, sink, view.engine, observe)
+                usage = await self._relay_stream(answer, headers, sink, view.engine, observe, watched)
             else:
                 usage = await self._relay_whole(answer, body, headers, sink, view.engine)
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
+                watched.note(usage, body)
         except EngineFailed as failure:
             if failure.is_connection:
                 self._fleet.note_failure(view.engine)
@@ -273,6 +292,7 @@ class Completion:
         finally:
             if answer is not None:
                 answer.close()
+            watched.release()
             self._ledger.release(booking)
         return None
 
@@ -302,7 +322,13 @@ class Completion:
         await sink.finish()
 
     async def _relay_stream(
-        self, answer: Answer, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str, observe: Callable[[], None]
+        self,
+        answer: Answer,
+        headers: list[tuple[bytes, bytes]],
+        sink: Sink,
+        engine: str,
+        observe: Callable[[], None],
+        watched: WatchedAnswer,
     ) -> Usage | None:
         """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream.
 
@@ -318,7 +344,8 @@ class Completion:
                     await sink.start(answer.status, headers)
                 has_started = True
                 tail.add(events)
-                await sink.write(events)
+                if left := watched.take(events):
+                    await sink.write(left)
             if not answer.is_end_told and not tail.is_done:
                 raise EngineFailed("connection ended in the middle of a stream", is_connection=True)
         except EngineFailed as failure:
@@ -380,8 +407,8 @@ class Completion:
             self._metrics.routing.labels(stage).observe(self._clock() - started_at)
 
 
-def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
-    """The headers that explain a decision to its client."""
+def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, bytes]]:
+    """The headers that explain a decision to its client; `encoded` is how well the engine's prompt is known."""
     score = decision.ranked[0]
     tiers = ",".join(f"{tier.label}={tokens}" for tier, tokens in score.tier_tokens.items())
     rows = {
@@ -389,6 +416,7 @@ def explanation(decision: RoutingDecision) -> list[tuple[bytes, bytes]]:
         "matched-tokens": str(score.matched_tokens),
         "tier-tokens": tiers or "none",
         "reason": decision.reason,
+        "encoding": encoded,
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]

@@ -1,10 +1,12 @@
 """Server-sent events as they pass: bytes untouched, cut only where an event ends."""
 
+import re
 from collections.abc import AsyncIterator
 
 EVENT_ENDS = (b"\n\n", b"\n\r\n")
 EVENT_BYTES_MAX = 2**20
 """A longer event is passed on in parts."""
+_EVENT_END = re.compile(rb"\n\r?\n")
 DONE_LINES = (b"data: [DONE]", b"data:[DONE]")
 
 
@@ -25,6 +27,20 @@ async def whole_events(pieces: AsyncIterator[bytes], is_end_told: bool) -> Async
         yield held
     elif is_done(held):
         yield held.rstrip() + b"\n\n"
+
+
+def single_events(events: bytes) -> list[bytes]:
+    """The same bytes, cut after each event; what follows the last end comes last."""
+    ends = [match.end() for match in _EVENT_END.finditer(events)]
+    starts = [0, *ends]
+    cut = [events[start:end] for start, end in zip(starts, ends, strict=False)]
+    return [*cut, events[starts[-1] :]] if starts[-1] < len(events) else cut
+
+
+def event_data(event: bytes) -> bytes:
+    """What an event's `data` lines say; empty for a comment."""
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines)
 
 
 def is_done(tail: bytes) -> bool:

@@ -49,6 +49,8 @@ class EngineView:
     rates: Rates | None
     state: str = "starting"
     api_key: str | None = None
+    announced_chunks: int = 0
+    """What its `gpu` tier is said to hold; 0 as well where nothing is said of it."""
     configured_files: ModelFiles | None = None
     listed_context: int | None = None
 
@@ -312,6 +314,7 @@ class Fleet:
                     Reach(name, own & believed, of_host & believed),
                     member.load.rates,
                     before.state if before is not None and is_same else "starting",
+                    announced_chunks=member.load.announced_chunks,
                 )
             )
         return views

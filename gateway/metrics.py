@@ -66,6 +66,7 @@ class GatewayMetrics:
         )
         self._count_encoding(registry)
         self._count_directory(registry)
+        self._count_parity(registry)
 
     def count_encoded(self, hit_chars: int, miss_chars: int) -> None:
         """Count a prompt's characters by whether their ids were known."""
@@ -102,6 +103,38 @@ class GatewayMetrics:
             "Times that lookups were paused because the directory kept giving no answer.",
             registry=registry,
         )
+
+    def _count_parity(self, registry: CollectorRegistry) -> None:
+        self.parity = Counter(
+            "warmroute_parity_total",
+            "Comparisons of the gateway's token ids with the engines': counts in answers (`usage`), chunks that "
+            "engines announce (`ids`), and, within the gateway, pieces with whole texts (`self_check`); by result.",
+            ["kind", "result"],
+            registry=registry,
+        )
+        for kind, last in (("usage", "unreported"), ("ids", "unknown"), ("self_check", "")):
+            for result in ("match", "mismatch", last):
+                if result:
+                    self.parity.labels(kind, result)
+        self.token_count_mismatches = Counter(
+            "warmroute_token_count_mismatch_total",
+            "Answers whose prompt had another number of tokens than the gateway counted.",
+            registry=registry,
+        )
+        self.approximate_buckets = Gauge(
+            "warmroute_approximate_buckets",
+            "Kinds of requests, by engine, whose prompts aren't known exactly although they should be: see /fleet.",
+            registry=registry,
+        )
+        self.degraded.labels("approximate")
+        self.replies_warmed = Counter(
+            "warmroute_replies_warmed_total",
+            "Replies considered for encoding in advance of their conversations' next turns, by result.",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("warmed", "skipped", "dropped"):
+            self.replies_warmed.labels(result)
 
 
 class EngineGauges(Collector):

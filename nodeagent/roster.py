@@ -81,9 +81,13 @@ class AttachedEngine:
 
     def load(self) -> Load:
         """What its renewals report: its rates, and its queue."""
-        is_full = self.publisher.refusals.is_full
-        rates = self.rates.rates(self.flops)
-        return Load(rates=rates, running=self.running, waiting=self.waiting, is_directory_full=is_full)
+        return Load(
+            rates=self.rates.rates(self.flops),
+            running=self.running,
+            waiting=self.waiting,
+            is_directory_full=self.publisher.refusals.is_full,
+            announced_chunks=len(self.publisher.inventory),
+        )
 
     def doubt(self) -> None:
         """What follows it has met a fault: nothing that it said is believed any more."""

@@ -152,12 +152,14 @@ class Encoders:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         cache_bytes_max: int = CACHE_BYTES_MAX,
         on_mismatch: Callable[[], object] = lambda: None,
+        on_match: Callable[[], object] = lambda: None,
         on_encoded: Callable[[int, int], object] = lambda hit_chars, miss_chars: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._files, self._sleep, self._cache_bytes_max, self._clock = files, sleep, cache_bytes_max, clock
         self._pool = EncodePool()
-        self._shared = Shared.of(self._pool, SelfCheck(self._pool, on_mismatch), on_encoded)
+        check = SelfCheck(self._pool, on_mismatch, on_match)
+        self._shared = Shared.of(self._pool, check, on_encoded)
         self._encoders: dict[ModelFiles, Encoder] = {}
         self._tokenizers: dict[str, tuple[PromptTokenizer, int]] = {}
         self._progress: dict[ModelFiles, Progress] = {}

@@ -33,13 +33,18 @@ class SelfCheck:
     """Encodes one text in a thousand again, as a whole and behind everything else, and compares.
 
     Wrong ids would be wrong keys, and silent. So at the first of them the encoder forgets all it knows and takes texts
-    less far apart from then on; `on_mismatch` counts it.
+    less far apart from then on; `on_mismatch` counts it, and `on_match` what was right.
     """
 
     def __init__(
-        self, pool: EncodePool, on_mismatch: Callable[[], object], draw: Callable[[], float] = random.random
+        self,
+        pool: EncodePool,
+        on_mismatch: Callable[[], object],
+        on_match: Callable[[], object] = lambda: None,
+        draw: Callable[[], float] = random.random,
     ) -> None:
-        self._pool, self._on_mismatch, self._draw = pool, on_mismatch, draw
+        self._pool, self._draw = pool, draw
+        self._on_mismatch, self._on_match = on_mismatch, on_match
         self._samples: asyncio.Queue[Sample] = asyncio.Queue(SAMPLES_WAITING_MAX)
 
     def consider(self, sample: Sample) -> None:
@@ -57,7 +62,9 @@ class SelfCheck:
             except Exception:  # the edge of the loop: a backend is foreign code
                 logger.exception("a sample of encoded texts couldn't be checked")
                 continue
-            if ids != sample.ids and depth:
+            if ids == sample.ids:
+                self._on_match()
+            elif depth:
                 self._distrust(sample, ids, depth)
 
     def _distrust(self, sample: Sample, ids: bytes, depth: Depth) -> None:

@@ -68,6 +68,7 @@ LOADS = st.builds(
     st.integers(0, 10_000),
     st.booleans(),
     st.dictionaries(TEXT, SPEEDS, max_size=3),
+    st.integers(0, 10**7),
 )
 
 

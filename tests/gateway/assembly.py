@@ -33,6 +33,8 @@ from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
+from gateway.parity.parity import Parity
+from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
 from gateway.prompts import Prompts
 from gateway.upstream import Upstream
@@ -137,12 +139,17 @@ async def gateway_for(
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
         stack.callback(hinting.cancel)
-        completion = Completion(fleet, Prompts(encoders, lookup), lookup, ledger, upstream, prefetcher, metrics, clock)
+        parity, prompts = Parity(fleet, seen, encoders, SelfChecks(metrics), metrics, clock), Prompts(encoders, lookup)
+        comparing = asyncio.create_task(parity.run())
+        stack.callback(comparing.cancel)
+        completion = Completion(fleet, prompts, lookup, ledger, upstream, prefetcher, parity, metrics, clock)
         api = OpenAiApi(completion, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
-        admin = create_admin_api(completion, fleet, lookup, report, ledger, metrics, lambda: False, body_bytes_max)
+        admin = create_admin_api(
+            completion, fleet, lookup, report, ledger, parity, metrics, lambda: False, body_bytes_max
+        )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives)
 

@@ -61,14 +61,23 @@ class MockEngine:
         return web.json_response({"object": "list", "data": [{"id": model} for model in self.models]})
 
 
-def completion_body(engine: MockEngine, cached: int = 0) -> dict[str, Any]:
-    usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+def prompt_tokens(fields: dict[str, Any]) -> int:
+    """What the assembly's tokenizer counts, a token a byte, of what its template makes of a chat."""
+    if isinstance(fields.get("prompt"), str):
+        return len(fields["prompt"].encode())
+    messages = [each for each in fields.get("messages", ()) if isinstance(each.get("content"), str)]
+    return sum(len(f"{each['role']}:{each['content']};".encode()) for each in messages)
+
+
+def completion_body(engine: MockEngine, cached: int = 0, tokens: int = 9) -> dict[str, Any]:
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
     return {"id": engine.name, "choices": [{"message": {"role": "assistant", "content": "ok"}}], "usage": usage}
 
 
 async def answer_well(engine: MockEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     if not body.get("stream"):
-        return web.json_response(completion_body(engine), headers={"x-engine": engine.name})
+        answer = completion_body(engine, tokens=prompt_tokens(body))
+        return web.json_response(answer, headers={"x-engine": engine.name})
     response = await start_stream(request)
     for number in range(3):
         await response.write(event(number))

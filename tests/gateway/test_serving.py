@@ -56,7 +56,8 @@ async def test_a_request_is_answered_and_the_ledger_is_empty_again(
         if stream:
             assert events(answer)[-1] == b"[DONE]"
         else:
-            assert answer.json() == mock.completion_body(engine)
+            tokens = mock.prompt_tokens(body(endpoint))
+            assert answer.json() == mock.completion_body(engine, tokens=tokens)
         assert gateway.ledger.engines() == ()
         assert gateway.count("warmroute_requests_total", model=MODEL, endpoint=endpoint, status="200") == 1
 

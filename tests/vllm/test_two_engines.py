@@ -135,3 +135,32 @@ def test_a_request_that_would_have_blocks_announced_twice_reaches_no_engine(flee
     body = {"model": MODEL, "prompt": "x", "vllm_xargs": {"kv_cache_report_mode": "full"}}
     answer = httpx.post(f"{fleet.gateway.url}/v1/completions", json=body, timeout=30, trust_env=False)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "vllm_xargs.kv_cache_report_mode")
+
+
+def test_answers_and_announced_chunks_agree_with_what_was_encoded_and_no_client_sees_usage_it_did_not_ask_for(
+    fleet: Fleet,
+) -> None:
+    def parity(kind: str, result: str) -> float:
+        lines = httpx.get(f"http://127.0.0.1:{fleet.gateway.port + 1}/metrics", trust_env=False).text.splitlines()
+        series = f'warmroute_parity_total{{kind="{kind}",result="{result}"}} '
+        return next(float(line.removeprefix(series)) for line in lines if line.startswith(series))
+
+    before = parity("usage", "match")
+    for path, kind in (
+        ("/v1/chat/completions", {"messages": said(document("parity", 40) + " What does sentence 3 say?")}),
+        ("/v1/completions", {"prompt": document("more parity", 40)}),
+    ):
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            body = {"model": MODEL, "max_tokens": 4, "stream": True, **kind, **options}
+            answer = httpx.post(fleet.gateway.url + path, json=body, timeout=120, trust_env=False)
+            assert (answer.status_code, answer.content.endswith(b"data: [DONE]\n\n")) == (200, True)
+            assert (b'"usage":{' in answer.content, b'"choices":[]' in answer.content) == (bool(options),) * 2
+    assert parity("usage", "match") == before + 4
+
+    def is_found() -> bool:
+        """An engine is judged once it says that it holds chunks, some seconds after an answer that it computed."""
+        ask(fleet.gateway.url, f"{uuid.uuid4()} {document('ids', 40)}", max_tokens=1)
+        return parity("ids", "match") >= 1
+
+    until(is_found, 60, "a prompt's chunks are found among the announced ones")
+    assert [parity(kind, "mismatch") for kind in ("usage", "ids")] == [0, 0]
