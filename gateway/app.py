@@ -67,8 +67,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
-        self_checks = SelfChecks(metrics)
-        encoders, local_models = _encoders(config, control, metrics, self_checks)
+        encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
         fleet = Fleet(
@@ -127,8 +126,9 @@ async def _run_until_stopped(
 
 
 def _encoders(
-    config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics, self_checks: SelfChecks
-) -> tuple[Encoders, LocalModels]:
+    config: GatewayConfig, control: httpx.AsyncClient, metrics: GatewayMetrics
+) -> tuple[Encoders, LocalModels, SelfChecks]:
+    self_checks = SelfChecks(metrics)
     files = TokenizerFiles(config.files_folder, control, metrics.degraded.labels("damaged_file").inc)
     encoders = Encoders(
         files,
@@ -139,7 +139,8 @@ def _encoders(
     )
     metrics.tokenizer_cache_bytes.set_function(encoders.cache_bytes)
     metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
-    return encoders, LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
+    local_models = LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
+    return encoders, local_models, self_checks
 
 
 def _freeze() -> None:

@@ -14,7 +14,7 @@ from directory.placements import NO_MATCH
 from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.context_guard import refuse_too_long
-from gateway.encoding.encoder import Encoding, unencoded
+from gateway.encoding.encoder import Encoding
 from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.error_shapes import broken_stream_event
@@ -183,9 +183,9 @@ class Completion:
             chains = await self._lookup.chained(prompt.named(), Scope(salt=request.cache_salt))
         approximate = self._parity.approximate(request, views)
         with self._stage("lookup"):
-            asked = [chain for chain in chains if prompt.may_be_held(chain)] if len(approximate) < len(views) else []
-            holders = await self._find_holders(asked, views, prompt.best.prompt_tokens) if asked else Holders()
-            holders = without(holders, approximate)
+            asked, holders = [chain for chain in chains if prompt.may_be_held(chain)], Holders()
+            if asked and len(approximate) < len(views):
+                holders = without(await self._find_holders(asked, views, prompt.best.prompt_tokens), approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
@@ -193,9 +193,9 @@ class Completion:
         is_announced = any(chain.group.is_announced for chain in chains)
         if first_key is None and not (prompt.best.is_whole and is_announced):
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
-        unplaced = "approximate" if len(approximate) == len(views) else ""
-        if not holders.is_known:
-            unplaced = "directory-unavailable"
+        unplaced = "" if holders.is_known else "directory-unavailable"
+        if len(approximate) == len(views):
+            unplaced = "approximate"
         if not is_announced:
             unplaced = "prefix-affinity" if first_key else "session-affinity"
         return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
@@ -254,11 +254,10 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
-        encoding = prepared.prompt.of(view) or unencoded(request, "no_tokenizer")
-        watched = self._parity.watch(request, view, encoding)
+        watched = self._parity.watch(request, view, prepared.prompt.of(view))
         try:
             async with self._unless_lost(view.engine, may_retry):
-                known = None if view.engine in prepared.approximate else encoding
+                known = None if view.engine in prepared.approximate else prepared.prompt.of(view)
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
                 answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"

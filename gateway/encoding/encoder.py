@@ -160,7 +160,8 @@ class Encoders:
     ) -> None:
         self._files, self._sleep, self._cache_bytes_max, self._clock = files, sleep, cache_bytes_max, clock
         self._pool = EncodePool()
-        self._shared = Shared.of(self._pool, SelfCheck(self._pool, on_mismatch, on_match), on_encoded)
+        check = SelfCheck(self._pool, on_mismatch, on_match)
+        self._shared = Shared.of(self._pool, check, on_encoded)
         self._encoders: dict[ModelFiles, Encoder] = {}
         self._tokenizers: dict[str, tuple[PromptTokenizer, int]] = {}
         self._progress: dict[ModelFiles, Progress] = {}

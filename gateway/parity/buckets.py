@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from directory.members import EngineRegistration
+from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView
 from gateway.openai_schema import InferenceRequest
 from gateway.parity.tally import CHUNK_IDS, TOKEN_COUNTS, Tally
@@ -55,6 +56,7 @@ class Bucket:
     engine: str
     kind: Kind
     registration: EngineRegistration | None
+    files: ModelFiles | None
     lives: frozenset[bytes]
     since: float
     used_at: float
@@ -79,6 +81,8 @@ class Bucket:
         A walk registers a second life beside the first; only where none of the lives is left, it is another process.
         """
         if view.registration is not self.registration and view.registration != self.registration:
+            return False
+        if view.registration is None and view.files != self.files:
             return False
         return not self.lives or not view.reach.own or not self.lives.isdisjoint(view.reach.own)
 
@@ -134,7 +138,7 @@ class Buckets:
             self._mark(bucket, False)
             bucket = None
         if bucket is None:
-            bucket = Bucket(view.engine, kind, view.registration, view.reach.own, now, now)
+            bucket = Bucket(view.engine, kind, view.registration, view.files, view.reach.own, now, now)
         self._buckets[place] = bucket  # the last one in: the order is that of use
         bucket.used_at, bucket.lives = now, view.reach.own or bucket.lives
         if len(self._buckets) > BUCKETS_MAX:

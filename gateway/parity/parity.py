@@ -10,7 +10,7 @@ from typing import Any
 
 from directory.interface import DirectoryReader
 from gateway.audit import Usage
-from gateway.encoding.encoder import Encoders, Encoding
+from gateway.encoding.encoder import Encoder, Encoders, Encoding
 from gateway.encoding.warming import KeptEvents, Reply, Warmer, is_warmed
 from gateway.fleet import EngineView, Fleet
 from gateway.lookup import Holders
@@ -56,8 +56,8 @@ class Parity:
             self._metrics.degraded.labels("approximate").inc()
         return engines
 
-    def watch(self, request: InferenceRequest, view: EngineView, encoding: Encoding) -> "WatchedAnswer":
-        """The answer of one attempt, before it is asked for. Release it, whatever happens."""
+    def watch(self, request: InferenceRequest, view: EngineView, encoding: Encoding | None) -> "WatchedAnswer":
+        """The answer of one attempt, before it is asked for; `encoding` is this engine's. Release it in any case."""
         is_kept = request.stream and is_warmed(request) and self._encoder_of(view) is not None
         return WatchedAnswer(self, request, view, encoding, KeptEvents(self._warmer) if is_kept else None)
 
@@ -65,9 +65,11 @@ class Parity:
         """See `StreamUsage`."""
         return await self._stream_usage.send(request, view, send)
 
-    def note_usage(self, request: InferenceRequest, view: EngineView, encoding: Encoding, usage: Usage | None) -> None:
+    def note_usage(
+        self, request: InferenceRequest, view: EngineView, encoding: Encoding | None, usage: Usage | None
+    ) -> None:
         """An answer came to its end. Of several prompts only the first was encoded: such a request says nothing."""
-        if encoding.tokens is None or not encoding.is_whole or len(request.prompts) > 1:
+        if encoding is None or encoding.tokens is None or not encoding.is_whole or len(request.prompts) > 1:
             return
         if usage is None:
             self._metrics.parity.labels("usage", "unreported").inc()
@@ -84,8 +86,8 @@ class Parity:
     def warm(self, request: InferenceRequest, view: EngineView, data: bytes, is_stream: bool) -> None:
         """Have the reply encoded before the next turn asks for it."""
         encoder = self._encoder_of(view)
-        if encoder is not None and view.registration is not None:
-            self._warmer.send(Reply(encoder, request, view.registration.context_tokens, data, is_stream))
+        if encoder is not None:
+            self._warmer.send(Reply(encoder, request, view.context_tokens, data, is_stream))
 
     def rows(self) -> dict[str, Any]:
         """For `/fleet`."""
@@ -107,8 +109,8 @@ class Parity:
             await self._sleep(KEEP_S)
             self._buckets.keep(self._fleet.table.engines)
 
-    def _encoder_of(self, view: EngineView) -> Any:
-        return self._encoders.find(view.files) if view.files else None
+    def _encoder_of(self, view: EngineView) -> Encoder | None:
+        return None if view.files is None else self._encoders.find(view.files)
 
 
 class WatchedAnswer:
@@ -119,7 +121,7 @@ class WatchedAnswer:
         parity: Parity,
         request: InferenceRequest,
         view: EngineView,
-        encoding: Encoding,
+        encoding: Encoding | None,
         kept: KeptEvents | None,
     ) -> None:
         self._parity, self._request, self._view, self._encoding = parity, request, view, encoding

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from directory.placements import Reach
+from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView
 from gateway.openai_schema import CHAT, InferenceRequest
 from gateway.parity import buckets as module
@@ -105,6 +106,16 @@ def test_counts_that_agree_do_not_excuse_ids_that_differ() -> None:
 def test_an_engine_that_is_another_now_is_believed_at_its_first_answer(now: EngineView) -> None:
     buckets = turned()
     note(buckets, now, 1)
+    assert buckets.approximate(PLAIN) == frozenset()
+
+
+def test_an_engine_without_an_agent_is_another_when_its_files_are() -> None:
+    old, new = ModelFiles("vllm", (("tokenizer.json", "a"),)), ModelFiles("vllm", (("tokenizer.json", "b"),))
+    static = replace(living(), registration=None, configured_files=old)
+    buckets = turned(static)
+    note(buckets, static, 1, theirs=12)
+    assert buckets.approximate(PLAIN) == {"a"}
+    note(buckets, replace(static, configured_files=new), 1)
     assert buckets.approximate(PLAIN) == frozenset()
 
 
