@@ -26,30 +26,30 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(*given, **named)
         self._head_bytes = 0
         self._head_deadline: asyncio.TimerHandle | None = None
-        self._stalled_deadline: asyncio.TimerHandle | None = None
+        self._stall_watch: StallWatch  # made with the connection
         self._is_in_head = True
         self._has_begun = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        self._stall_watch = StallWatch(transport, self.loop, self.stalled_timeout_s)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._forget_deadline()
-        self._forget_stall()
+        self._stall_watch.end()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """More is written than the client reads."""
         super().pause_writing()
-        self._forget_stall()
-        self._stalled_deadline = self.loop.call_later(self.stalled_timeout_s, self.transport.abort)
+        self._stall_watch.begin()
 
     def resume_writing(self) -> None:
         """It has read."""
-        self._forget_stall()
+        self._stall_watch.end()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -92,11 +92,6 @@ class ClientConnection(HttpToolsProtocol):
             self._head_deadline.cancel()
             self._head_deadline = None
 
-    def _forget_stall(self) -> None:
-        if self._stalled_deadline is not None:
-            self._stalled_deadline.cancel()
-            self._stalled_deadline = None
-
     def _head_is_late(self) -> None:
         if not self._has_begun:
             self.transport.close()
@@ -115,3 +110,29 @@ class ClientConnection(HttpToolsProtocol):
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+class StallWatch:
+    """Ends a connection on which nothing was read for `timeout_s` to twice that, while something waits to be read."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        self._transport, self._loop, self._timeout_s = transport, loop, timeout_s
+        self._next_look: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """From now on something waits."""
+        self.end()
+        waiting_bytes = self._transport.get_write_buffer_size()
+        self._next_look = self._loop.call_later(self._timeout_s, self._look, waiting_bytes)
+
+    def end(self) -> None:
+        """Nothing waits any more."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+
+    def _look(self, waiting_bytes_before: int) -> None:
+        if self._transport.get_write_buffer_size() < waiting_bytes_before:
+            self.begin()
+        else:
+            self._transport.abort()

@@ -8,7 +8,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.client_connection import ClientConnection
+from gateway.client_connection import ClientConnection, StallWatch
 from gateway.openai_schema import CHAT, RESPONSES
 from tests.gateway import mock_engine as mock
 from tests.gateway.api_answers import events_of
@@ -126,3 +126,49 @@ async def test_a_client_that_stops_reading_is_left_and_its_engine_with_it(monkey
         await eventually(lambda: gateway.ledger.engines() == ())
         assert gateway.count("warmroute_requests_total", model=MODEL, endpoint=CHAT, status="499") == 1
         writer.close()
+
+
+class SlowTransport:
+    """A transport and a loop, whose time passes when `look` is called."""
+
+    def __init__(self) -> None:
+        self.waiting_bytes, self.is_aborted = 0, False
+        self._later: tuple[Any, ...] | None = None
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting_bytes
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def call_later(self, delay_s: float, *call: Any) -> Any:
+        assert delay_s == 120.0
+        self._later = call
+        return self
+
+    def cancel(self) -> None:
+        self._later = None
+
+    def look(self) -> bool:
+        """Let the time pass; whether anything was to be done then."""
+        if self._later is None:
+            return False
+        call, self._later = self._later, None
+        call[0](*call[1:])
+        return True
+
+
+def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads() -> None:
+    line: Any = SlowTransport()
+    watch = StallWatch(line, line, 120.0)
+    line.waiting_bytes = 8_000_000
+    watch.begin()
+    for _ in range(20):
+        line.waiting_bytes -= 1
+        assert line.look()
+        assert not line.is_aborted
+    watch.end()
+    assert not line.look(), "it has read all"
+    watch.begin()
+    assert line.look()
+    assert line.is_aborted
