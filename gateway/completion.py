@@ -111,6 +111,7 @@ class Completion:
         prepared = await self._prepare(incoming, views)
         tried: set[str] = set()
         failure: EngineFailed | None = None
+        words: WholeAnswer | None = None
         while len(tried) < ATTEMPTS_MAX:
             left = self._left(request, views, tried)
             if not left:
@@ -124,9 +125,10 @@ class Completion:
             failure = await self._attempt(incoming, prepared, decision, view, sink, may_retry)
             if failure is None:
                 return
+            words = failure.answer or words
             logger.warning("engine %s failed before its first byte: %s", view.engine, failure)
-        if failure is not None and failure.answer is not None:
-            await self._pass_on(failure.answer, sink)
+        if words is not None:
+            await self._pass_on(words, sink)
             return
         raise self._unserved(request.model, failure)
 

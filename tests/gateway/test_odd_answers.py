@@ -128,6 +128,25 @@ async def test_a_client_that_stops_reading_is_left_and_its_engine_with_it(monkey
         writer.close()
 
 
+async def test_an_engine_that_says_when_to_come_again_is_heard_though_the_next_one_drops_the_connection(
+    client: httpx.AsyncClient,
+) -> None:
+    asked: list[str] = []
+
+    async def be_full_or_gone(engine: MockEngine, request: Any, body: dict[str, Any]) -> Any:
+        asked.append(engine.name)
+        if len(asked) > 1:
+            return await mock.drop_connection(engine, request, body)
+        return mock.web.json_response({"engine": engine.name}, status=429, headers={"retry-after": "7"})
+
+    engines = [MockEngine("a", be_full_or_gone), MockEngine("b", be_full_or_gone)]
+    async with engines[0], engines[1], gateway_for(engines) as gateway:
+        answer = await client.post(gateway.url + CHAT, json=CHAT_BODY)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert sorted(asked) == ["a", "b"]
+        assert gateway.ledger.engines() == ()
+
+
 class SlowTransport:
     """A transport and a loop, whose time passes when `look` is called."""
 
