@@ -58,7 +58,7 @@ class Parity:
 
     def watch(self, request: InferenceRequest, view: EngineView, encoding: Encoding | None) -> "WatchedAnswer":
         """The answer of one attempt, before it is asked for; `encoding` is this engine's. Release it in any case."""
-        is_kept = request.stream and is_warmed(request) and self._encoder_of(view) is not None
+        is_kept = request.stream and encoding is not None and is_warmed(request)
         return WatchedAnswer(self, request, view, encoding, KeptEvents(self._warmer) if is_kept else None)
 
     async def send(self, request: InferenceRequest, view: EngineView, send: Send) -> tuple[Answer, bool]:
