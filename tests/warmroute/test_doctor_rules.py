@@ -115,6 +115,12 @@ def test_a_table_is_right_where_all_is_live() -> None:
     assert found.verdict is Verdict.RIGHT, "a walk has two lives at one place"
 
 
+def test_a_table_without_anybody_is_no_healthy_fleet() -> None:
+    (found,) = check_table([], {})
+    assert found.verdict is Verdict.NOTE
+    assert "--key-prefix" in found.mend
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from warmroute.doctor.clocks import UNSURE_S, Reading
-from warmroute.doctor.finding import Finding, note, right, wrong
+from warmroute.doctor.finding import Finding, counted, note, right, wrong
 from warmroute.doctor.reader import Reader
 
 GATEWAY = "gateway"
@@ -46,7 +46,7 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
     findings += [finding for row in engines for finding in check_engine(row)]
     findings += check_parity(table.get("parity"))
     if not findings:
-        says = f"{len(engines)} engines ready, encoded exactly and believed; directory and lookups ok"
+        says = f"{counted(len(engines), 'engine')} ready, encoded exactly and believed; directory and lookups ok"
         findings.append(right(GATEWAY, NAME, says))
     return findings
 

@@ -31,11 +31,7 @@ async def check_ids(encodings: OwnEncodings, asked: EngineIds, patient: Patient,
     except NoEncoding as error:
         if not error.is_fault:
             return [unknown(IDS, patient.name, str(error))]
-        mend = (
-            "see that the agent is reachable from gateways at the URL that it registers (listen.url), and that the "
-            "engine's model folder has tokenizer.json, tokenizer_config.json and chat_template.jinja"
-        )
-        return [wrong(IDS, patient.name, str(error), mend)]
+        return [wrong(IDS, patient.name, str(error), error.mend)]
     compared = [await _compare(own, asked, served, probe) for probe in PROBES]
     compared += [await _compare_count(own, asked, served, probe) for probe in (PLAIN, TEXT)]
     findings = _differences(patient.name, compared)
