@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from directory import redis_schema as schema
+from directory.errors import DirectoryUnavailable
 from directory.interface import Batch
 from directory.members import draw_incarnation
 from directory.placements import partition_of
@@ -247,6 +248,35 @@ def test_a_server_that_does_not_answer_is_one_sentence() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("warmroute directory: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_default_that_leads_nowhere_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: RedisDirectory) -> None:
+        raise DirectoryUnavailable("not there")
+
+    monkeypatch.setattr(RedisDirectory, "members", fail)
+    for words in (["directory"], ["forget", "--keys", "ab" * 16]):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            assert main(words) == 2
+            assert err.getvalue().endswith(": not there (this is the default: --redis URL says where it is)\n")
+            assert main([*words, "--redis", "redis://elsewhere"]) == 2
+            assert err.getvalue().endswith(": not there\n")
+
+
+@pytest.mark.parametrize("width", [40, 80, 92, 120, None])
+def test_a_table_fits_its_terminal(width: int | None) -> None:
+    row = {"host": "h" * 20, "engine": "e" * 20, "url": "u" * 20, "models": ["m" * 9, "n" * 9, "o" * 9]}
+    lines = as_table([row, row], "", width).splitlines()
+    assert max(map(len, lines)) <= (width or 200)
+    assert len(lines) == {40: 9, 80: 9, 92: 5, 120: 3, None: 3}[width]
+    assert "".join("".join(lines).split()).count("m" * 9) == 2
+
+
+def test_a_page_fits_its_terminal() -> None:
+    server = ServerReport("h:1", version="valkey 9", role="master", replicas=0, keys=5)
+    page = as_page(summarise([NodeSample(server, is_whole=True)], (), [0.001]), 60)
+    assert max(map(len, page.splitlines())) <= 60
+    assert " ".join(page.split()).startswith("server h:1: valkey 9, master with 0 replicas, unknown used")
 
 
 def test_names_cannot_steer_the_terminal(url: str) -> None:
