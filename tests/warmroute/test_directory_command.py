@@ -25,6 +25,7 @@ from directory.statistics import NodeSample, summarise
 from tests.directory.stands import running_valkey
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, engine_registration, host_registration
 from warmroute.cli import main
+from warmroute.demo import DemoRow, as_report
 from warmroute.directory_tables import as_page, as_table
 
 KEY = bytes(range(16))
@@ -291,3 +292,12 @@ def test_a_reader_who_has_read_enough_is_no_trouble(url: str) -> None:
     line = f"{sys.executable} -m warmroute.cli directory stats --json --redis {url} | true"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, 7), (None, 2)])
+def test_the_demos_rows_fit_a_terminal(width: int | None, lines: int) -> None:
+    row = DemoRow("1  reader A, a document", "engine-1", 2542, "dram=1024,nvme=1536", 2560, 7.31, "prefix", "yes")
+    table, _, answer = as_report([row], width).partition("\n\n")
+    assert len(table.splitlines()) == lines
+    assert max(map(len, table.splitlines())) <= (width or 200)
+    assert answer == "1  reader A, a document: yes"
