@@ -234,7 +234,7 @@ def test_a_gateway_tells_of_its_engines() -> None:
     for changed, says in (
         ({"state": "unwell"}, "unwell"),
         ({"encoding": "file 12 is not to be had"}, "its prompts can't be encoded"),
-        ({"encoding": "exact; new files: not a tokenizer.json"}, "its prompts can't be encoded"),
+        ({"encoding": "exact; new files: not a tokenizer.json"}, "its files changed, and can't be used"),
         ({"placements": "not believed"}, "what it holds isn't believed"),
     ):
         (found,) = check_fleet(table | {"engines": [well | changed]})
@@ -242,7 +242,10 @@ def test_a_gateway_tells_of_its_engines() -> None:
         assert found.says.startswith(says)
     for changed, says in (
         ({"encoding": "token ids only: the tokenizer isn't known"}, "its prompts of text aren't encoded"),
-        ({"host": None, "placements": "not believed"}, "without an agent: routed by what its prompts begin with"),
+        (
+            {"host": None, "placements": "none without an agent"},
+            "without an agent: routed by what its prompts begin with",
+        ),
     ):
         (found,) = check_fleet(table | {"engines": [well | changed]})
         assert found.verdict is Verdict.NOTE

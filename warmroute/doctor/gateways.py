@@ -72,6 +72,9 @@ def check_engine(row: Mapping[str, Any]) -> list[Finding]:
     elif encoding.startswith("token ids only"):
         mend = "prompts of token ids are exact; texts stay with their session: its log says what its tokenizer does"
         findings.append(note(GATEWAY, name, f"its prompts of text aren't encoded: {encoding}", mend))
+    elif encoding.startswith("exact; "):
+        mend = "mend the files in its `tokenizer` folder: those from before serve on, until the gateway starts anew"
+        findings.append(wrong(GATEWAY, name, f"its files changed, and can't be used: {encoding}", mend))
     elif encoding != "exact":
         mend = "see that the agent is reachable from the gateway, and the model's tokenizer files; it is tried again"
         findings.append(wrong(GATEWAY, name, f"its prompts can't be encoded: {encoding}", mend))
