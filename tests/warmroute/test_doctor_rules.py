@@ -254,6 +254,8 @@ def test_a_gateway_tells_of_its_engines() -> None:
     bucket = {"engine": "e", "endpoint": "/v1/chat/completions", "tools": True, "state": "approximate", "reason": "ids"}
     (found,) = check_fleet(table | {"parity": {"buckets": [{"state": "exact"}, bucket]}})
     assert found.says == "/v1/chat/completions tools: answers differ from what is encoded (ids)"
+    (found,) = check_fleet(table | {"parity": {"buckets": [bucket | {"tools": False}]}})
+    assert found.says.startswith("/v1/chat/completions: answers differ")
     (found,) = check_degraded('warmroute_degraded_total{reason="not_encoded_tools"} 3.0\n')
     assert found.says.endswith("not_encoded_tools 3")
 

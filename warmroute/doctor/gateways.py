@@ -97,8 +97,8 @@ def check_parity(parity: Any) -> list[Finding]:
     findings = []
     for row in rows_of(parity if isinstance(parity, Mapping) else {}, "buckets"):
         if row.get("state") == "approximate":
-            kind = " ".join(word for word in ("tools", "reasoning") if row.get(word))
-            says = f"{row.get('endpoint')} {kind}: answers differ from what is encoded ({row.get('reason')})"
+            kind = "".join(f" {word}" for word in ("tools", "reasoning") if row.get(word))
+            says = f"{row.get('endpoint')}{kind}: answers differ from what is encoded ({row.get('reason')})"
             mend = "see what `ids` finds of this engine: its template, tokenizer or flags aren't those of its files"
             findings.append(wrong(GATEWAY, str(row.get("engine")), says, mend))
     return findings

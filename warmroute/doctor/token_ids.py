@@ -80,9 +80,8 @@ def _of_counts(ours: int, theirs: int) -> Difference:
     if theirs == ours + 1:
         cause = "one token more, as of a beginning token that is there twice"
         more = 'the engine adds a beginning token to one that is there already ("add_bos_token"), or '
-    other = "it has another chat template or tokenizer than its agent serves: see its launch line and its model's files"
-    mend = more + other
-    return Difference(cause, shows, mend[0].upper() + mend[1:])
+    other = "it has another chat template or tokenizer than the gateway: see its launch line and its model's files"
+    return Difference(cause, shows, more + other)
 
 
 def _differences(subject: str, compared: list[_Compared]) -> list[Finding]:
