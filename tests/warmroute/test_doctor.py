@@ -360,7 +360,9 @@ def test_a_check_that_cant_be_made_says_why(part: str, only: str, check: str, sa
 
 def test_an_error_is_told_by_its_message(ward: Ward) -> None:
     report = doctor("--gateway", ward.gateway, "--admin", ward.gateway, "--only", "gateway")
-    assert "answered 404: '/fleet' is not served here ->" in report.words("gateway", "not checked")
+    assert "answered 404: '/fleet' is not served here; it is on the admin port ->" in report.words(
+        "gateway", "not checked"
+    )
 
 
 def test_engines_without_an_agent_are_compared_with_the_folder_that_is_given(ward: Ward, tmp_path: Path) -> None:
