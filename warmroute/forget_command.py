@@ -28,6 +28,8 @@ HOSTS_AT_ONCE_MAX = 32
 CONNECT_WAIT_S = 5.0
 ANSWER_WAIT_S = 900.0
 """How long an agent may take: it removes a file a chunk."""
+QUIET_S = 5.0
+"""After which it is said who hasn't answered yet."""
 ANSWER_BYTES_MAX = 4 << 20
 INPUT_BYTES_MAX = 64 << 20
 
@@ -102,6 +104,8 @@ def run_command(options: argparse.Namespace) -> int:
         answers = asyncio.run(_ask_all(config, _asked(options), options.host))
     except (ConfigurationError, DirectoryError, ValueError, OSError) as error:
         return _complain(2, str(error))
+    except KeyboardInterrupt:
+        return _complain(130, "broken off: hosts that were asked may go on, and nothing is confirmed; ask again")
     is_senseless = bool(answers) and all(each.is_refused for each in answers)
     if options.json:
         rows = [{"host": each.host, "receipt": each.receipt, "trouble": each.trouble} for each in answers]
@@ -201,8 +205,14 @@ async def _ask_all(
             async with at_once:
                 return await _ask(http, host, url, body)
 
-        chosen = [(host, url) for host, url in sorted(hosts.items()) if names is None or host in names]
-        return await asyncio.gather(*(ask(host, url) for host, url in chosen))
+        async with asyncio.TaskGroup() as group:
+            chosen = [(host, url) for host, url in sorted(hosts.items()) if names is None or host in names]
+            asking = {group.create_task(ask(host, url)): host for host, url in chosen}
+            waiting = (await asyncio.wait(asking, timeout=QUIET_S))[1] if asking else ()
+            if waiting:
+                silent = sorted(asking[each] for each in waiting)
+                _complain(0, f"waiting for {', '.join(silent)}, for up to {ANSWER_WAIT_S:g} s")
+        return [each.result() for each in asking]
 
 
 async def _members(config: DirectoryConfig) -> Sequence[Member]:

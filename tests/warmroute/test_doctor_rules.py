@@ -250,6 +250,8 @@ def test_a_gateway_tells_of_its_engines() -> None:
         (found,) = check_fleet(table | {"engines": [well | changed]})
         assert found.verdict is Verdict.NOTE
         assert found.says.startswith(says)
+    (found,) = check_fleet(table | {"directory": "many lapsed"})
+    assert found.says.startswith("more than half of the fleet's registrations lapsed at once")
     assert check_fleet(table | {"engines": []})[0].says == "it knows no engine"
     bucket = {"engine": "e", "endpoint": "/v1/chat/completions", "tools": True, "state": "approximate", "reason": "ids"}
     (found,) = check_fleet(table | {"parity": {"buckets": [{"state": "exact"}, bucket]}})

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import json
+import signal
+import socket
 import time
 import unittest.mock
 
@@ -163,3 +165,23 @@ def test_where_no_host_is_registered_nobody_confirms(server, prefix):
     status, out, err = ask(server, prefix, "--keys", "ab" * 16)
     assert (status, out) == (1, "")
     assert f"no host is registered under the key prefix {prefix}: nobody was asked" in err
+
+
+async def interrupted(*_):
+    """Ctrl-C while a host is asked."""
+    signal.raise_signal(signal.SIGINT)
+    await asyncio.Event().wait()
+
+
+def test_who_keeps_it_waiting_is_named_and_it_can_be_broken_off(server, prefix, monkeypatch):
+    monkeypatch.setattr("warmroute.forget_command.QUIET_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        register(server, prefix, [("h1", f"http://127.0.0.1:{silent.getsockname()[1]}")])
+        monkeypatch.setattr("warmroute.forget_command.ANSWER_WAIT_S", 0.2)
+        status, _, err = ask(server, prefix, "--keys", "ab" * 16)
+        assert status == 1
+        assert "waiting for h1, for up to 0.2 s" in err
+        monkeypatch.setattr("warmroute.forget_command._ask", interrupted)
+        status, _, err = ask(server, prefix, "--keys", "ab" * 16)
+    assert (status, err.count("\n")) == (130, 1)
+    assert "nothing is confirmed" in err

@@ -31,7 +31,11 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
     """What `/fleet` says of the directory, of lookups and of each engine."""
     findings = []
     directory = table.get("directory")
-    if directory != "ok":
+    if directory == "many lapsed":
+        says = "more than half of the fleet's registrations lapsed at once: they are believed for some seconds more"
+        mend = "see whether agents run and reach the directory's server, and whether that is slow or was restarted"
+        findings.append(wrong(GATEWAY, NAME, says, mend))
+    elif directory != "ok":
         says = f"the directory: {directory}"
         mend = "see directory.url and key_prefix in its configuration, and whether the server answers"
         findings.append(wrong(GATEWAY, NAME, says, mend))
