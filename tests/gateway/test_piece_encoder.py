@@ -11,6 +11,7 @@ import pytest
 
 from bench.encoding.fuzz import Tokenizer, fuzz, load
 from directory.chunks import pack_tokens
+from gateway.encoding.added_tokens import AddedToken, AddedTokenSplitter
 from gateway.encoding.cuts import LETTERS, RULES, CutRule, CutRules, Cutter
 from gateway.encoding.examination import examine, proven_depth
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
@@ -99,6 +100,15 @@ def test_of_nested_tokens_the_longest_splits() -> None:
     assert encoder.encode("<|x|>") == pack_tokens([ids["<|x|>"]])
     assert encoder.encode("<|x|>y")[:4] == pack_tokens([ids["<|x|>"]])
     assert encoder.encode("<|<|x|>") == pack_tokens([ids["<|"], ids["<|x|>"]])
+
+
+def test_a_million_spaces_before_a_token_that_takes_them_are_split_off_at_once() -> None:
+    splitter = AddedTokenSplitter(
+        [AddedToken("<|end|>", 7, strips_before=True, strips_after=True, is_normalized=False)]
+    )
+    spaces = " \u3000" * 500_000  # looked at from each of them, they would take hours
+    end = ("<|end|>", pack_tokens([7]), False)
+    assert splitter.split(f"{spaces}a{spaces}<|end|>{spaces}b") == [(f"{spaces}a", None, True), end, ("b", None, False)]
 
 
 def test_only_what_is_new_is_encoded(tokenizer: Tokenizer) -> None:
