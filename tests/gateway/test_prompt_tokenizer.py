@@ -197,6 +197,20 @@ async def test_a_wrong_sample_ends_the_cuts_then_the_segments_and_is_counted_wit
     assert SECRET not in caplog.text
 
 
+async def test_two_wrong_samples_of_one_depth_end_the_cuts_alone(pool: EncodePool, smollm2: Tokenizer) -> None:
+    mismatches = Mismatches()
+    check = SelfCheck(pool, mismatches, draw=lambda: 0.0)
+    tokenizer, encoder = pieces_of(smollm2, ByteBackend(), pool, check)
+    encoder.cache.put(SECRET, False, pack_tokens([7]))
+    for _ in range(2):
+        await tokenizer.encode(SECRET, False)
+    running = asyncio.create_task(check.run())
+    await eventually(lambda: mismatches.count == 2)
+    running.cancel()
+    await asyncio.wait({running})
+    assert encoder.depth is Depth.SEGMENTS
+
+
 async def test_a_right_sample_changes_nothing(pool: EncodePool, smollm2: Tokenizer) -> None:
     mismatches = Mismatches()
     check = SelfCheck(pool, mismatches, draw=lambda: 0.0)
