@@ -44,7 +44,7 @@ class Parity:
         self._buckets = Buckets(clock)
         self._ids = AnnouncedIds(directory, fleet, self._buckets, metrics, clock, sleep)
         self._warmer = Warmer(lambda result: metrics.replies_warmed.labels(result).inc())
-        self._stream_usage = StreamUsage()
+        self._stream_usage = StreamUsage(clock)
         metrics.approximate_buckets.set_function(lambda: self._buckets.approximate_count)
 
     def approximate(self, request: InferenceRequest, views: Sequence[EngineView]) -> frozenset[str]:
