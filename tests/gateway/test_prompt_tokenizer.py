@@ -1,6 +1,7 @@
 """Prompts are encoded off the loop, and only what is new; a wrong sample is noticed, counted, and ends the cuts."""
 
 import asyncio
+import itertools
 import json
 import logging
 import threading
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from bench.encoding.fuzz import Tokenizer, load
 from directory.chunks import pack_tokens
 from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
 from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, Encoder
+from gateway.encoding.examination import examine
 from gateway.encoding.examiner import examine_apart
 from gateway.encoding.piece_encoder import Depth, PartialEncoding, PieceEncoder
 from gateway.encoding.prompt_tokenizer import (
@@ -33,6 +36,8 @@ from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import smollm2_content
 
 LOOP_THREAD = threading.main_thread().name
+SPELLED_0X04 = "\u0104"
+"""How byte-level vocabularies write the byte 4."""
 SECRET = "a secret that no log may hold"
 
 
@@ -277,3 +282,13 @@ async def test_a_vocabulary_that_lacks_a_byte_is_encoded_by_the_reference_which_
         == reference.encode("a\x1db")
         == reference.encode("a") + reference.encode("b")
     )
+
+
+def test_any_one_byte_that_a_vocabulary_lacks_is_found_out() -> None:
+    pipeline = json.loads(smollm2_content())
+    pipeline["pre_tokenizer"] = pipeline["pre_tokenizer"]["pretokenizers"][-1]  # as the model's vLLM has it
+    vocabulary: dict[str, int] = pipeline["model"]["vocab"]
+    unused = itertools.count(len(vocabulary))
+    for spelling in set(ByteLevel.alphabet()) - vocabulary.keys() - {SPELLED_0X04}:
+        vocabulary[spelling] = next(unused)
+    assert examine(json.dumps(pipeline).encode()).backend == "tokenizers", "fastokens refuses a text that holds it"
