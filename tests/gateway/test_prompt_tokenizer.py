@@ -16,7 +16,7 @@ from bench.encoding.fuzz import Tokenizer, load
 from directory.chunks import pack_tokens
 from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
-from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, Encoder
+from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, RENDERED_INLINE_MESSAGES_MAX, Encoder
 from gateway.encoding.examination import examine
 from gateway.encoding.examiner import examine_apart
 from gateway.encoding.piece_encoder import Depth, PartialEncoding, PieceEncoder
@@ -31,7 +31,7 @@ from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.rendering import Rendered
 from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
 from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
-from gateway.openai_schema import COMPLETIONS, InferenceRequest, parse_request
+from gateway.openai_schema import CHAT, COMPLETIONS, InferenceRequest, parse_request
 from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import smollm2_content
 
@@ -135,8 +135,12 @@ async def test_a_large_request_is_rendered_in_a_thread(pool: EncodePool) -> None
     for size in (RENDERED_INLINE_BYTES_MAX // 2, RENDERED_INLINE_BYTES_MAX):
         request = parse_request(COMPLETIONS, b'{"model": "m", "prompt": "%s"}' % (b"x" * size))
         assert (await encoder.encode(request, 8192)).prompt_tokens == len("a prompt")
-    assert renderer.threads[0] == LOOP_THREAD
-    assert renderer.threads[1].startswith("encode")
+    message = b'{"role":"user","content":"x"}'
+    for messages in (RENDERED_INLINE_MESSAGES_MAX, RENDERED_INLINE_MESSAGES_MAX + 1):
+        request = parse_request(CHAT, b'{"model":"m","messages":[%s]}' % b",".join([message] * messages))
+        assert (await encoder.encode(request, 8192)).prompt_tokens == len("a prompt")
+    assert renderer.threads[::2] == [LOOP_THREAD] * 2
+    assert all(thread.startswith("encode") for thread in renderer.threads[1::2])
 
 
 async def test_a_long_text_of_small_pieces_is_looked_up_in_a_thread(
