@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gateway.encoding.cuts import CutRules, CutterEverywhere, cut_rules
-from gateway.encoding.nasty_texts import EVERY_BYTE, nasty_texts
+from gateway.encoding.nasty_texts import BYTE_NAMES, EVERY_BYTE, nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, Unsupported, read_pipeline
 from gateway.encoding.tokenizer import Backend, FastokensBackend, HuggingFaceBackend
@@ -75,7 +75,7 @@ def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
     except Exception as error:  # noqa: BLE001 - whatever it doesn't support, the reference serves
         logger.info("fastokens doesn't support this tokenizer, using tokenizers: %s", error)
         return reference
-    texts = [EVERY_BYTE, *nasty_texts(list(reference.added_tokens()), PROOF_TEXTS)]
+    texts = [EVERY_BYTE, *BYTE_NAMES, *nasty_texts(list(reference.added_tokens()), PROOF_TEXTS)]
     expected = _encodings(reference, texts)
     try:
         agrees = _encodings(fast, texts) == expected
@@ -106,7 +106,7 @@ def rest_backends(pipeline: Pipeline, whole: Backend) -> Iterator[Backend]:
 
 def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Backend) -> Depth:
     """The greatest depth at which nasty texts, cut wherever the rules allow it, have the ids of the whole texts."""
-    texts = [EVERY_BYTE, *nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS)]
+    texts = [EVERY_BYTE, *BYTE_NAMES, *nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS)]
     expected = _encodings(whole, texts)
     for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.every else (Depth.SEGMENTS,):
         encoders = [

@@ -63,6 +63,8 @@ _EACH_LEAD = (
 )
 EVERY_BYTE = "".join(chr(point) for points in _EACH_LEAD for point in points)
 """A text with each byte that UTF-8 has: a vocabulary may lack any of them."""
+BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(0x100))
+"""Texts that look like what SentencePiece calls its tokens of single bytes."""
 _POINTS = ((32, 0x250), (0x250, 0x3000), (0x3000, 0xD800), (0x10000, 0x1FBFF), (0xE000, 0x10000))
 _PIECES = (3, 10, 30, 60, 100, 200)
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"

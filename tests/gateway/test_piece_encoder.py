@@ -232,3 +232,9 @@ UNCUT["another expression"]["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Reg
 @pytest.mark.parametrize("case", UNCUT)
 def test_gaps_are_not_cut_where_their_split_is_not_known_to_the_letter(case: str) -> None:
     assert read_pipeline(json.dumps(UNCUT[case])).family is None
+
+
+def test_a_backend_that_takes_a_text_for_a_byte_is_not_used() -> None:
+    pipeline = PIPELINES["gemma"]()
+    assert "A" not in pipeline["model"]["vocab"], "where it isn't, fastokens takes the text <0x0A> for the byte 10"
+    assert loaded(pipeline, None).whole.name == "tokenizers"
