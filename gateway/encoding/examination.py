@@ -4,7 +4,6 @@ Both are tried on nasty texts before a request is encoded that way. Takes second
 (the reference can't be loaded without): `examiner.py` runs it in a process of its own.
 """
 
-import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -95,13 +94,11 @@ def rest_backends(pipeline: Pipeline, whole: Backend) -> Iterator[Backend]:
     if not pipeline.without_prefix:
         yield whole
         return
-    fast: Backend | None = None
-    with contextlib.suppress(Exception):  # whatever it doesn't support
-        fast = FastokensBackend(pipeline.without_prefix)
-    if fast is not None:
-        yield fast
-    if whole.name != FastokensBackend.name:
-        yield HuggingFaceBackend(pipeline.without_prefix)
+    reference = HuggingFaceBackend(pipeline.without_prefix)
+    fastest = fastest_backend(pipeline.without_prefix, reference)
+    yield fastest
+    if fastest is not reference and whole.name != FastokensBackend.name:
+        yield reference
 
 
 def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Backend) -> Depth:

@@ -234,7 +234,10 @@ def test_gaps_are_not_cut_where_their_split_is_not_known_to_the_letter(case: str
     assert read_pipeline(json.dumps(UNCUT[case])).family is None
 
 
-def test_a_backend_that_takes_a_text_for_a_byte_is_not_used() -> None:
-    pipeline = PIPELINES["gemma"]()
+@pytest.mark.parametrize("name", ["gemma", "mistral"])
+def test_a_backend_that_takes_a_text_for_a_byte_is_not_used(name: str) -> None:
+    pipeline = PIPELINES[name]()
     assert "A" not in pipeline["model"]["vocab"], "where it isn't, fastokens takes the text <0x0A> for the byte 10"
-    assert loaded(pipeline, None).whole.name == "tokenizers"
+    verdict = examine(json.dumps(pipeline).encode())
+    assert verdict.parts is not None
+    assert (verdict.backend, verdict.parts.backend, verdict.parts.depth) == ("tokenizers", "tokenizers", Depth.PIECES)
