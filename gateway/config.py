@@ -119,7 +119,7 @@ class EngineConfig(Section):
         "cache: prompts are then tokenized as it does. Nothing is downloaded; files that change are read again.",
     )
     kind: Literal["vllm", "sglang", "reference"] = Field(
-        "vllm", description="Whose way of making prompts of requests is followed; used with `tokenizer`."
+        "vllm", description="vllm, sglang or reference: whose way of making prompts is followed; used with `tokenizer`."
     )
 
     @field_validator("url")
