@@ -182,6 +182,7 @@ def _engine_row(
 ) -> dict[str, Any]:
     registration = view.registration
     is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
+    placements = "believed" if is_believed else "not believed"
     row: dict[str, Any] = {
         "engine": view.engine,
         "host": registration.host if registration else None,
@@ -190,7 +191,7 @@ def _engine_row(
         "models": list(view.models),
         **encoding.of_engine(view),
         "token_ids": probe.state(view),
-        "placements": "believed" if is_believed else "not believed",
+        "placements": placements if registration else "none without an agent",
         "inflight_requests": ledger.running(view.engine),
         "booked_seconds": round(ledger.wait_s(view.engine), 4),
         "flops": view.rates.flops if view.rates else None,

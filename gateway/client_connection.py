@@ -1,7 +1,8 @@
 """A client's connection: uvicorn's HTTP with bounds on the head of a request, and errors in OpenAI's shape.
 
 uvicorn waits for ever for headers that don't end, and keeps all of them. Here a head has `head_timeout_s` from its
-first byte (a fresh connection from its beginning) and about `HEAD_BYTES_MAX` bytes.
+first byte (a fresh connection from its beginning) and about `HEAD_BYTES_MAX` bytes. A client that doesn't read
+its answer for `stalled_timeout_s` counts as gone: its engine would wait with it.
 """
 
 import asyncio
@@ -19,11 +20,13 @@ class ClientConnection(HttpToolsProtocol):
     """One connection of a client; uvicorn makes it, as its `http` option."""
 
     head_timeout_s: ClassVar[float] = 30.0
+    stalled_timeout_s: ClassVar[float] = 120.0
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._head_bytes = 0
         self._head_deadline: asyncio.TimerHandle | None = None
+        self._stalled_deadline: asyncio.TimerHandle | None = None
         self._is_in_head = True
         self._has_begun = False
 
@@ -35,7 +38,19 @@ class ClientConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._forget_deadline()
+        self._forget_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More is written than the client reads."""
+        super().pause_writing()
+        self._forget_stall()
+        self._stalled_deadline = self.loop.call_later(self.stalled_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        self._forget_stall()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; give up on a head that is too large."""
@@ -76,6 +91,11 @@ class ClientConnection(HttpToolsProtocol):
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
+
+    def _forget_stall(self) -> None:
+        if self._stalled_deadline is not None:
+            self._stalled_deadline.cancel()
+            self._stalled_deadline = None
 
     def _head_is_late(self) -> None:
         if not self._has_begun:

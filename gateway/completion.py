@@ -254,10 +254,11 @@ class Completion:
         booking = self._ledger.book(view.engine, score.service_s, request.stream)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         answer: Answer | None = None
-        watched = self._parity.watch(request, view, prepared.prompt.of(view))
+        own = prepared.prompt.of(view)
+        watched = self._parity.watch(request, view, own)
         try:
             async with self._unless_lost(view.engine, may_retry):
-                known = None if view.engine in prepared.approximate else prepared.prompt.of(view)
+                known = None if view.engine in prepared.approximate else own
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
                 answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"

@@ -102,6 +102,9 @@ class EncodingConfig(Section):
     )
 
 
+NAME_CHARS_MAX = 200
+
+
 class EngineConfig(Section):
     """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity.
 
@@ -119,7 +122,7 @@ class EngineConfig(Section):
         "cache: prompts are then tokenized as it does. Nothing is downloaded; files that change are read again.",
     )
     kind: Literal["vllm", "sglang", "reference"] = Field(
-        "vllm", description="Whose way of making prompts of requests is followed; used with `tokenizer`."
+        "vllm", description="vllm, sglang or reference: whose way of making prompts is followed; used with `tokenizer`."
     )
 
     @field_validator("url")
@@ -141,6 +144,21 @@ class EngineConfig(Section):
     def engine(self) -> str:
         """Its name."""
         return self.name or self.url.partition("://")[2]
+
+    @field_validator("name")
+    @classmethod
+    def _stands_in_a_header(cls, name: str | None) -> str | None:
+        if name is not None and (not name.isprintable() or not 0 < len(name) <= NAME_CHARS_MAX):
+            raise ValueError(f"must be 1 to {NAME_CHARS_MAX} printable characters")
+        return name
+
+    @field_validator("api_key")
+    @classmethod
+    def _is_a_token(cls, api_key: SecretStr | None) -> SecretStr | None:
+        said = "" if api_key is None else api_key.get_secret_value()
+        if not said.isascii() or not said.isprintable():
+            raise ValueError("must be printable ASCII characters, without line ends")
+        return api_key
 
     def in_force(self) -> dict[str, Any]:
         """See `Section`."""

@@ -70,9 +70,12 @@ def last_event_name(events: bytes) -> bytes:
 
 
 def are_early(events: bytes) -> bool:
-    """Whether these events say no more than that an answer is to come."""
-    names = [line[6:].strip() for line in events.split(b"\n") if line.startswith(b"event:")]
-    return bool(names) and EARLY_EVENTS.issuperset(names)
+    """Whether these events say no more than that an answer is to come; comments, which keep it open, say nothing."""
+    lines = events.split(b"\n")
+    names = [line[6:].strip() for line in lines if line.startswith(b"event:")]
+    if not names:
+        return not any(line.startswith(b"data:") for line in lines)
+    return EARLY_EVENTS.issuperset(names)
 
 
 def _is_json(data: bytes) -> bool:

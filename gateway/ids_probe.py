@@ -77,7 +77,7 @@ class IdsProbe:
     def note_refusal(self, view: EngineView, endpoint: str) -> None:
         """It refused ids in a request that it takes without them: it gets none at this endpoint while it lives."""
         known = self._verdicts.get(view.engine)
-        if known is not None:
+        if known is not None and known.by_endpoint.get(endpoint) != REFUSED:
             known.by_endpoint[endpoint] = REFUSED
             logger.warning(
                 "the engine %s refused a prompt's token ids at %s: it gets text from now on", view.engine, endpoint
@@ -95,7 +95,7 @@ class IdsProbe:
         """Note who is in the fleet, and forget what was found of former lives."""
         if not self._is_on:
             return
-        self._views = tuple(view for view in table.engines.values() if view.is_ready and view.files)
+        self._views = tuple(view for view in table.engines.values() if view.is_ready and view.files and view.models)
         for view in self._views:
             known, lives = self._verdicts.get(view.engine), view.reach.own
             is_another = known is None or (known.url, known.files) != (view.url, view.files)
@@ -116,10 +116,14 @@ class IdsProbe:
             await self._sleep(INTERVAL_S)
 
     async def probe_all(self) -> None:
-        """Probe every engine that is due, once."""
+        """Probe every engine that is due, once. A fault with one is raised when all have been probed."""
         now = self._clock()
         due = [view for view in self._views if self._is_due(view, now)]
-        await asyncio.gather(*(self._probe(view) for view in due[:ENGINES_AT_ONCE_MAX]))
+        probes = [self._probe(view) for view in due[:ENGINES_AT_ONCE_MAX]]
+        ends = await asyncio.gather(*probes, return_exceptions=True)
+        for fault in ends:
+            if fault is not None:
+                raise fault
 
     def _is_due(self, view: EngineView, now: float) -> bool:
         known = self._verdicts.get(view.engine)
@@ -136,13 +140,15 @@ class IdsProbe:
         known = self._verdicts.get(view.engine)
         if known is None:
             return  # it went meanwhile
-        for endpoint in self._unknown(view, known):
-            verdict = await self._verdict(view, endpoint)
-            if verdict is not None:
-                known.by_endpoint[endpoint] = verdict
-                logger.info("the engine %s, sent token ids at %s: %s", view.engine, endpoint, verdict)
-        known.next_try_at = self._clock() + min(RETRY_S * 2**known.tries, RETRY_S_MAX)
-        known.tries = min(known.tries + 1, 16)
+        try:
+            for endpoint in self._unknown(view, known):
+                verdict = await self._verdict(view, endpoint)
+                if verdict is not None:
+                    known.by_endpoint[endpoint] = verdict
+                    logger.info("the engine %s, sent token ids at %s: %s", view.engine, endpoint, verdict)
+        finally:
+            known.next_try_at = self._clock() + min(RETRY_S * 2**known.tries, RETRY_S_MAX)
+            known.tries = min(known.tries + 1, 16)
 
     async def _verdict(self, view: EngineView, endpoint: str) -> str | None:
         """The verdict, or `None` where there is none yet."""

@@ -42,8 +42,8 @@ class IdsSender:
         return answer
 
     def _body_for(self, view: EngineView, request: InferenceRequest, encoding: Encoding | None) -> bytes | None:
-        if encoding is None or view.files is None or not self._probe.takes(view, request.endpoint):
+        if encoding is None or not self._probe.takes(view, request.endpoint) or (files := view.files) is None:
             return None
-        body = body_with_ids(request, view.files.renderer, encoding, view.context_tokens)
+        body = body_with_ids(request, files.renderer, encoding, view.context_tokens)
         self._sent += body is not None
         return None if self._sent % TEXT_EVERY == 0 else body

@@ -63,6 +63,10 @@ class AsgiSink:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+ADMIN_PATHS = frozenset({"/fleet", "/metrics", "/route/explain", "/openapi.json"})
+"""Sought here by those who know routers with one port."""
+
+
 class OpenAiApi:
     """The endpoints of `openai_schema.ENDPOINTS`, responses that engines keep, `/v1/models`, and the probes."""
 
@@ -89,7 +93,8 @@ class OpenAiApi:
         stored = read_path(path)
         methods = stored.methods if stored else _methods(path)
         if not methods:
-            await _answer(sink, NotFound.status, NotFound(f"{quoted(path)} is not served here").body())
+            there = "; it is on the admin port" if path in ADMIN_PATHS else ""
+            await _answer(sink, NotFound.status, NotFound(f"{quoted(path)} is not served here{there}").body())
         elif method not in methods:
             wrong = MethodNotAllowed(f"{method} isn't served at {quoted(path)}; it takes {' and '.join(methods)}")
             await _answer(sink, wrong.status, error_answer(wrong, path), (b"allow", ", ".join(methods).encode()))

@@ -90,14 +90,14 @@ class WatchedResponse:
 
     async def write(self, piece: bytes) -> None:
         """See `Sink`."""
-        if self._looks:
-            self._looks = False
-            response_id = read_response_id(piece)
-            if response_id is not None:
-                self._note(response_id)
         if self._on_first_token is not None and not are_early(piece):
             self._on_first_token()
             self._on_first_token = None
+        if self._looks:
+            response_id = read_response_id(piece)
+            self._looks = response_id is None and self._on_first_token is not None
+            if response_id is not None:
+                self._note(response_id)
         await self._sink.write(piece)
 
     async def finish(self) -> None:

@@ -6,6 +6,7 @@ is no failure of the engine: the request is sent again on a fresh one, once, whe
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,7 +25,11 @@ HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 )
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-OURS = frozenset({"host", "content-length", "expect", "x-warmroute-explain"})
+OURS = frozenset({"host", "content-length", "expect", "x-warmroute-explain", "accept-encoding"})
+"""Headers of a client that end here. Answers are read on their way, so none is asked for compressed."""
+STATUSES = range(200, 600)
+"""What can be passed on."""
+_CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -67,12 +72,14 @@ class Answer:
         """Whether its prompt was sent as token ids: then its count of them is the gateway's own."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The end-to-end headers, in their order and case."""
+        """The end-to-end headers, in their order and case. A value with control characters is nothing HTTP can tell."""
         named = _connection_named(self._response.headers.getall("Connection", []))
         return [
             (name, value)
             for name, value in self._response.raw_headers
-            if (lower := name.decode("latin-1").lower()) not in HOP_BY_HOP and lower not in named
+            if (lower := name.decode("latin-1").lower()) not in HOP_BY_HOP
+            and lower not in named
+            and not _CONTROLS.search(value)
         ]
 
     @property
@@ -183,6 +190,8 @@ class Upstream:
                         allow_redirects=False,
                         trace_request_ctx=reused,
                     )
+                    if response.status not in STATUSES:
+                        raise EngineFailed(f"answered with status {response.status}, which HTTP doesn't have")
                     reused.connection = False  # it has answered: what breaks now doesn't come of lying idle
                     first = await response.content.readany()
             except BaseException:
@@ -210,8 +219,16 @@ def _upstream_headers(headers: Headers) -> CIMultiDict[str]:
     for name, value in headers:
         lower = name.decode("latin-1").lower()
         if lower not in HOP_BY_HOP and lower not in OURS and lower not in named and not lower.startswith("proxy-"):
-            kept.add(lower, value.decode("latin-1"))
+            kept.add(lower, _as_text(value))
     return kept
+
+
+def _as_text(value: bytes) -> str:
+    """A header's value such that its bytes go on as they came: aiohttp writes UTF-8. What isn't becomes UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _connection_named(values: Sequence[str]) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from warmroute.directory_tables import as_table
 from warmroute.local_fleet import MODEL, LocalFleet
 
 ANSWER_TOKENS = 40
@@ -109,27 +110,22 @@ async def _events(answer: httpx.Response) -> Any:
             yield json.loads(line[6:])
 
 
-def as_table(rows: list[DemoRow]) -> str:
-    """The rows as a table, then the answers."""
-    header = ("request", "engine", "prompt tokens", "matched by tier", "reported cached", "first token", "why there")
-    cells = [header]
-    cells += [
-        (
-            row.request,
-            row.engine,
-            str(row.prompt_tokens),
-            row.tier_tokens,
-            str(row.cached_tokens),
-            f"{row.ttft_s:.2f} s",
-            row.reason,
-        )
+def as_report(rows: list[DemoRow], width: int | None = None) -> str:
+    """The rows as a table, fitted to a terminal of `width` characters, then the answers."""
+    cells: list[dict[str, Any]] = [
+        {
+            "request": row.request,
+            "engine": row.engine,
+            "prompt tokens": row.prompt_tokens,
+            "matched by tier": row.tier_tokens,
+            "reported cached": row.cached_tokens,
+            "first token": f"{row.ttft_s:.2f} s",
+            "why there": row.reason,
+        }
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    lines.insert(1, "-" * len(lines[0]))
     answers = [f"{row.request}: {' '.join(row.text.split())}" for row in rows]
-    return "\n".join([*lines, "", *answers])
+    return "\n".join([as_table(cells, "", width), "", *answers])
 
 
 def as_json(rows: list[DemoRow]) -> str:

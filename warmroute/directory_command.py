@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.errors import DirectoryError
+from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.function_library import load_functions
 from directory.members import HostRegistration, Member
 from directory.placements import unpack_holders
@@ -26,7 +26,7 @@ from directory.tiers import tier_names
 from gateway.config import DirectoryConfig, GatewayConfig, Section
 from nodeagent.config import AgentConfig
 from warmroute.configuration import ConfigurationError, effective, load
-from warmroute.directory_tables import as_page, as_table, printable
+from warmroute.directory_tables import as_page, as_table, printable, terminal_chars
 
 LOOKUP_DEADLINE_S = 2.0
 KEYS_MAX = 4096
@@ -125,20 +125,24 @@ async def _answered(config: DirectoryConfig, question: _Question) -> Answer:
     )
     try:
         return await question(directory)
+    except DirectoryUnavailable as error:
+        if "url" in config.model_fields_set:
+            raise
+        raise DirectoryUnavailable(f"{error} (this is the default: --redis URL says where it is)") from error
     finally:
         await directory.aclose()
 
 
 async def _hosts(directory: RedisDirectory) -> Answer:
     rows = [_member_row(member) for member in sorted(await directory.members(), key=_order)]
-    return Answer(rows, as_table(rows, "nothing is registered"))
+    return Answer(rows, as_table(rows, "nothing is registered", terminal_chars()))
 
 
 async def _lookup(keys: list[bytes], directory: RedisDirectory) -> Answer:
     members = {member.incarnation: member for member in await directory.members()}
     found = await directory.lookup(keys, LOOKUP_DEADLINE_S)
     rows = [_record_row(key, record, members) for key, record in zip(keys, found.records, strict=True)]
-    return Answer(rows, as_table(rows, ""))
+    return Answer(rows, as_table(rows, "", terminal_chars()))
 
 
 async def _stats(directory: RedisDirectory) -> Answer:
@@ -146,7 +150,7 @@ async def _stats(directory: RedisDirectory) -> Answer:
     data = asdict(statistics)
     for row, server in zip(data["servers"], statistics.servers, strict=True):
         row["warnings"] = list(server.warnings())
-    return Answer(data, as_page(statistics), 2 if statistics.has_trouble else 0)
+    return Answer(data, as_page(statistics, terminal_chars()), 2 if statistics.has_trouble else 0)
 
 
 async def _load(is_forced: bool, directory: RedisDirectory) -> Answer:

@@ -1,5 +1,12 @@
-"""How `warmroute directory` shows its answers to people: aligned columns, and a page of statistics."""
+"""How `warmroute directory` and `forget` show their answers to people: aligned columns, and a page of statistics.
 
+What is too wide for the terminal is wrapped in its last column, or else shown as a block of lines for each row. Where
+the output isn't a terminal, a row stays a line.
+"""
+
+import shutil
+import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +15,13 @@ from directory.statistics import DirectoryStatistics, RecordStatistics
 
 _NO_SHARES = "-"
 UNKNOWN = "unknown"
+LAST_COLUMN_CHARS_MIN = 24
+"""Narrower than that, a last column isn't wrapped: rows become blocks."""
+
+
+def terminal_chars() -> int | None:
+    """The width of the terminal that is printed to; `None` where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def printable(text: str) -> str:
@@ -15,16 +29,20 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def as_table(rows: list[dict[str, Any]], if_empty: str) -> str:
-    """Rows under their columns' names; lists and holders in a cell."""
+def as_table(rows: list[dict[str, Any]], if_empty: str, width: int | None = None) -> str:
+    """Rows under their columns' names; lists and holders in a cell. `width` is the terminal's, in characters."""
     if not rows:
         return if_empty
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
-    return _aligned(cells)
+    cells = [[printable(cell) for cell in line] for line in cells]
+    if width is None or min(_last_chars(cells), LAST_COLUMN_CHARS_MIN) <= width - _margin_chars(cells):
+        return _aligned(cells, width)
+    blocks = ([list(pair) for pair in zip(columns, line, strict=True)] for line in cells[1:])
+    return "\n\n".join(_aligned(block, width) for block in blocks)
 
 
-def as_page(statistics: DirectoryStatistics) -> str:
+def as_page(statistics: DirectoryStatistics, width: int | None = None) -> str:
     """Statistics, a line each; what is estimated says `about`."""
     lines = [line for server in statistics.servers for line in _server_lines(server)]
     lines += _record_lines(statistics.records)
@@ -41,7 +59,7 @@ def as_page(statistics: DirectoryStatistics) -> str:
     lines.append(["schema", versions or ("nothing is stored" if are_keys_known else UNKNOWN)])
     lines.append(["lookup", _lookup_times(statistics)])
     lines += [["refused", text] for text in statistics.refused]
-    return _aligned(lines)
+    return _aligned([[printable(cell) for cell in line] for line in lines], width)
 
 
 def _lookup_times(statistics: DirectoryStatistics) -> str:
@@ -76,7 +94,7 @@ def _record_lines(records: RecordStatistics) -> list[list[str]]:
     balance = _NO_SHARES
     if mean:
         fullest, emptiest = max(records.about_records_by_partition), min(records.about_records_by_partition)
-        balance = f"partitions hold {emptiest / mean:.0%} to {fullest / mean:.0%} of their mean, {about}{mean:,.0f}"
+        balance = f"partitions hold {emptiest / mean:.0%} to {fullest / mean:.0%} of their mean ({about}{mean:,.0f})"
     if records.holders_mean is None:  # there are none, or none could be read
         holders = [["holders", UNKNOWN if records.about_records else _NO_SHARES]]
     else:
@@ -106,12 +124,27 @@ def _megabytes(count: int | None) -> str:
     return "unknown" if count is None else f"{count / 1e6:,.1f} MB"
 
 
-def _aligned(cells: list[list[str]]) -> str:
-    cells = [[printable(cell) for cell in line] for line in cells]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+def _aligned(cells: list[list[str]], width: int | None) -> str:
+    widths, margin = _widths(cells), _margin_chars(cells)
+    rest = _last_chars(cells) if width is None else max(width - margin, LAST_COLUMN_CHARS_MIN)
+    lines = []
+    for *firsts, last in cells:
+        head = "".join(f"{cell:<{chars}}  " for cell, chars in zip(firsts, widths, strict=False))
+        first, *others = textwrap.wrap(last, rest, break_on_hyphens=False) if len(last) > rest else [last]
+        lines += [head + first, *(" " * margin + other for other in others)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _widths(cells: list[list[str]]) -> list[int]:
+    return [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+
+
+def _margin_chars(cells: list[list[str]]) -> int:
+    return sum(chars + 2 for chars in _widths(cells)[:-1])
+
+
+def _last_chars(cells: list[list[str]]) -> int:
+    return _widths(cells)[-1]
 
 
 def _cell(value: Any) -> str:

@@ -47,8 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-prefix", metavar="TEXT", help="begins every key of this fleet (default wr)")
     parser.add_argument("--agent", metavar="URL", action="append", default=[], help="an agent; repeatable")
     parser.add_argument("--engine", metavar="URL", action="append", default=[], help="an engine; repeatable")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="with --engine: its model's folder")
-    parser.add_argument("--kind", choices=("vllm", "sglang", "reference"), help="with --engine: found out if left out")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", type=Path, help="the model's folder, for engines without an agent"
+    )
+    parser.add_argument(
+        "--kind", choices=("vllm", "sglang", "reference"), help="of engines without an agent; found out if left out"
+    )
     parser.add_argument(
         "--api-key-file", metavar="FILE", type=Path, help="holds what engines ask for as a bearer token"
     )
@@ -95,6 +99,8 @@ def _asked(options: argparse.Namespace) -> Asked:
         Patient(url.partition("://")[2], url, tokenizer_folder=options.tokenizer, kind=options.kind, api_key=api_key)
         for url in (_base_url("--engine", each) for each in options.engine)
     ]
+    if options.tokenizer is not None and not (options.gateway or engines):
+        raise ValueError("--tokenizer goes with --engine URL, or with --gateway URL of a gateway that has such engines")
     if not (options.gateway or is_directory_given or options.agent or engines):
         raise ValueError("say what to look at: --gateway URL, --directory URL, --engine URL or --agent URL")
     directory = config.directory.url.get_secret_value() if is_directory_given else None
@@ -107,6 +113,8 @@ def _asked(options: argparse.Namespace) -> Asked:
         agents=tuple(_base_url("--agent", each) for each in options.agent),
         engines=engines,
         files_folder=config.files_folder,
+        tokenizer_folder=options.tokenizer,
+        kind=options.kind,
         checks=frozenset(options.only or CHECKS),
         api_key=api_key,
     )
@@ -137,8 +145,12 @@ def _base_url(flag: str, url: str) -> str:
 def _read_key(path: Path | None) -> str | None:
     if path is None:
         return None
-    with path.open(encoding="utf-8") as file:
-        key = file.read(KEY_BYTES_MAX).strip()
+    try:
+        with path.open(encoding="utf-8") as file:
+            key = file.read(KEY_BYTES_MAX).strip()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8"
+        raise ValueError(f"--api-key-file {path} can't be read: {reason}") from error
     if not key.isascii() or not key.isprintable() or not key:
-        raise ValueError(f"{path} holds no key: one line of ASCII")
+        raise ValueError(f"--api-key-file {path} holds no key: one line of ASCII")
     return key

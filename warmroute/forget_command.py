@@ -16,18 +16,20 @@ import httpx
 from pydantic import Field, SecretStr
 
 from directory.chunks import DIRECTORY_KEY_BYTES
-from directory.errors import DirectoryError
+from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.members import EngineRegistration, HostRegistration, Member
 from directory.redis_directory import RedisDirectory
 from gateway.config import DirectoryConfig, GatewayConfig, Section
 from nodeagent.config import AgentConfig
 from warmroute.configuration import ConfigurationError, load
-from warmroute.directory_tables import as_table, printable
+from warmroute.directory_tables import as_table, printable, terminal_chars
 
 HOSTS_AT_ONCE_MAX = 32
 CONNECT_WAIT_S = 5.0
 ANSWER_WAIT_S = 900.0
 """How long an agent may take: it removes a file a chunk."""
+QUIET_S = 5.0
+"""After which it is said who hasn't answered yet."""
 ANSWER_BYTES_MAX = 4 << 20
 INPUT_BYTES_MAX = 64 << 20
 
@@ -52,6 +54,8 @@ class HostAnswer:
     host: str
     receipt: Mapping[str, Any] | None
     trouble: str | None = None
+    is_refused: bool = False
+    """The request doesn't say what to forget, or says it wrongly: asking again doesn't help."""
 
     @property
     def is_confirmed(self) -> bool:
@@ -66,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "coming back. (`warmroute directory forget` removes none: it ends lives of hosts or engines in the directory.)"
     )
     parser.epilog = (
-        "Exit status: 0 every host confirmed; 1 a host didn't, or there is none; 2 trouble. A host that isn't in the "
+        "Exit status: 0 every host confirmed; 1 a host didn't, or there is none; 2 trouble, or the request makes no "
+        "sense, and nothing was done. A host that isn't in the "
         "directory's table isn't asked: have it forget before it serves again. FORGET.md of the agent says the rest."
     )
     parser.add_argument(
@@ -98,20 +103,30 @@ def run_command(options: argparse.Namespace) -> int:
         config = load(ForgetCommandConfig, options.config, os.environ, flags, others=(GatewayConfig, AgentConfig))
         answers = asyncio.run(_ask_all(config, _asked(options), options.host))
     except (ConfigurationError, DirectoryError, ValueError, OSError) as error:
-        print(f"warmroute forget: {error}", file=sys.stderr)
-        return 2
-    rows = [{"host": each.host, "receipt": each.receipt, "trouble": each.trouble} for each in answers]
-    print(json.dumps(rows, indent=1) if options.json else as_table([_row(each) for each in answers], ""))
-    lacking = [each.host for each in answers if not each.is_confirmed]
+        return _complain(2, str(error))
+    except KeyboardInterrupt:
+        return _complain(130, "broken off: hosts that were asked may go on, and nothing is confirmed; ask again")
+    is_senseless = bool(answers) and all(each.is_refused for each in answers)
+    if options.json:
+        rows = [{"host": each.host, "receipt": each.receipt, "trouble": each.trouble} for each in answers]
+        print(json.dumps(rows, indent=1))
+    elif answers and not is_senseless:
+        print(as_table([_row(each) for each in answers], "", terminal_chars()))
+    if is_senseless:
+        return _complain(2, f"{'; '.join(sorted({str(each.trouble) for each in answers}))}: nothing was done")
     if not answers:
-        print("warmroute forget: no host is registered: nobody was asked", file=sys.stderr)
+        prefix = config.directory.key_prefix
+        return _complain(1, f"no host is registered under the key prefix {prefix}: nobody was asked")
+    lacking = [each.host for each in answers if not each.is_confirmed]
     if lacking:
-        print(
-            f"warmroute forget: not confirmed by {printable(', '.join(lacking))}: what was meant may be served "
-            "there, or come back; ask again",
-            file=sys.stderr,
-        )
-    return 1 if lacking or not answers else 0
+        said = "what was meant may be served there, or come back; ask again"
+        return _complain(1, f"not confirmed by {', '.join(lacking)}: {said}")
+    return 0
+
+
+def _complain(status: int, text: str) -> int:
+    print(f"warmroute forget: {printable(text)}", file=sys.stderr)
+    return status
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
@@ -190,8 +205,14 @@ async def _ask_all(
             async with at_once:
                 return await _ask(http, host, url, body)
 
-        chosen = [(host, url) for host, url in sorted(hosts.items()) if names is None or host in names]
-        return await asyncio.gather(*(ask(host, url) for host, url in chosen))
+        async with asyncio.TaskGroup() as group:
+            chosen = [(host, url) for host, url in sorted(hosts.items()) if names is None or host in names]
+            asking = {group.create_task(ask(host, url)): host for host, url in chosen}
+            waiting = (await asyncio.wait(asking, timeout=QUIET_S))[1] if asking else ()
+            if waiting:
+                silent = sorted(asking[each] for each in waiting)
+                _complain(0, f"waiting for {', '.join(silent)}, for up to {ANSWER_WAIT_S:g} s")
+        return [each.result() for each in asking]
 
 
 async def _members(config: DirectoryConfig) -> Sequence[Member]:
@@ -200,6 +221,10 @@ async def _members(config: DirectoryConfig) -> Sequence[Member]:
     )
     try:
         return await directory.members()
+    except DirectoryUnavailable as error:
+        if "url" in config.model_fields_set:
+            raise
+        raise DirectoryUnavailable(f"{error} (this is the default: --redis URL says where it is)") from error
     finally:
         await directory.aclose()
 
@@ -246,7 +271,8 @@ async def _ask(http: httpx.AsyncClient, host: str, url: str, body: bytes) -> Hos
         return HostAnswer(host, None, f"its agent at {url} didn't answer as an agent does")
     if not isinstance(said, dict) or "is_confirmed" not in said:
         detail = said.get("detail") if isinstance(said, dict) else None
-        return HostAnswer(host, None, f"refused ({answer.status_code}): {detail or 'no reason was given'}")
+        trouble = f"refused ({answer.status_code}): {detail or 'no reason was given'}"
+        return HostAnswer(host, None, trouble, is_refused=answer.status_code == 400)
     return HostAnswer(host, said, _trouble(said))
 
 

@@ -9,7 +9,8 @@ import sys
 from dataclasses import replace
 
 from directory.redis_schema import KEY_PREFIX
-from warmroute.demo import DemoFailed, as_json, as_table, play
+from warmroute.demo import DemoFailed, as_json, as_report, play
+from warmroute.directory_tables import terminal_chars
 from warmroute.local_fleet import (
     KEY_PREFIX_VARIABLE,
     MODEL,
@@ -93,7 +94,7 @@ async def _serve(fleet_options: FleetOptions, options: argparse.Namespace) -> No
     async with local_fleet(fleet_options, _say) as fleet:
         if options.demo:
             rows = await play(fleet, _say)
-            print(as_json(rows) if options.json else "\n" + as_table(rows), flush=True)
+            print(as_json(rows) if options.json else "\n" + as_report(rows, terminal_chars()), flush=True)
         if options.exit:
             return
         print(_how_to_send(fleet), flush=True)

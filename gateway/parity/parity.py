@@ -11,7 +11,7 @@ from typing import Any
 from directory.interface import DirectoryReader
 from gateway.audit import Usage
 from gateway.encoding.encoder import Encoder, Encoders, Encoding
-from gateway.encoding.warming import KeptEvents, Reply, Warmer, is_warmed
+from gateway.encoding.warming import REPLY_CHARS_MIN, KeptEvents, Reply, Warmer, is_warmed
 from gateway.fleet import EngineView, Fleet
 from gateway.lookup import Holders
 from gateway.metrics import GatewayMetrics
@@ -90,7 +90,9 @@ class Parity:
             self._ids.consider(view, kind, encoding.tokens, request.cache_salt, usage.cached_tokens)
 
     def warm(self, request: InferenceRequest, view: EngineView, data: bytes, is_stream: bool) -> None:
-        """Have the reply encoded before the next turn asks for it."""
+        """Have the reply encoded before the next turn asks for it, if it may be long enough to be worth that."""
+        if len(data) < REPLY_CHARS_MIN:
+            return
         encoder = self._encoder_of(view)
         if encoder is not None:
             self._warmer.send(Reply(encoder, request, view.context_tokens, data, is_stream))

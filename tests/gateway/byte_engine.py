@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import orjson
 
@@ -59,6 +59,10 @@ class ByteEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
 
+    def answer(self, head: bytes, body: dict[str, Any]) -> bytes:
+        """All that is sent back, as it goes over the wire."""
+        return answer_bytes(self.framing, bool(body.get("stream")), self.events)
+
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -70,7 +74,8 @@ class ByteEngine:
         writer.transport.abort()
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        asked = await reader.readuntil(b"\r\n\r\n")
+        head = asked.lower()
         if head.startswith(b"get /health"):
             writer.write(framed([b"{}"], "application/json", "length"))
             return True
@@ -80,7 +85,7 @@ class ByteEngine:
         length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
         body = orjson.loads(await reader.readexactly(length))
         self.served += 1
-        writer.write(answer_bytes(self.framing, bool(body.get("stream")), self.events))
+        writer.write(self.answer(asked, body))
         await writer.drain()
         if self.framing == "close":
             writer.write_eof()

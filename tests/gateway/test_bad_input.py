@@ -189,6 +189,9 @@ async def test_odd_paths_are_404(client: httpx.AsyncClient) -> None:
         "/v1/x" * 500,
     ):
         refused(await client.get(path), 404)
+    for path in ("/fleet", "/metrics"):
+        error = refused(await client.get(path), 404)
+        assert error["message"].endswith("; it is on the admin port")
 
 
 async def send_raw(gateway: TestGateway, *parts: bytes, end: bool = False) -> bytes:

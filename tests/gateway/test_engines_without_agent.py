@@ -82,6 +82,7 @@ async def test_prompts_go_by_their_first_chunk_and_new_files_are_used_without_a_
         url, admin = await stack.enter_async_context(gateway_of(engines, model, tmp_path))
         rows = await rows_when(client, admin, lambda row: row["encoding"] == "exact")
         before = rows[0]["tokenizer_digest"]
+        assert rows[0]["placements"] == "none without an agent"
 
         documents = [f"Document {number}. " + "The tide runs twice a day. " * 90 for number in range(8)]
         homes = [await served_by(client, url, document, "first") for document in documents]

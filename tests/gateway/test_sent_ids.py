@@ -1,5 +1,6 @@
 """Token ids instead of text: which requests, to which engines, and what becomes of a refusal."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +243,38 @@ async def test_a_probe_without_a_verdict_is_repeated_ever_more_seldom() -> None:
             now += 1000.0
             await gateway.probe.probe_all()
             assert await fleet_rows(gateway) == {"a": {CHAT: "taken", COMPLETIONS: "taken"}}
+
+
+async def test_an_engine_that_serves_no_model_is_not_asked_and_a_fault_with_one_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(view: Any, endpoint: str) -> str:
+        raise LookupError(endpoint)
+
+    async with MockEngine("a", count_ids) as a, MockEngine("b", count_ids) as b:
+        async with gateway_for([a, b], renderer="sglang", sends_ids=True) as gateway:
+            views = gateway.fleet.table.engines
+            gateway.probe.see(FleetTable({**views, "a": replace(views["a"], models=())}, {}))
+            await gateway.probe.probe_all()
+            assert (len(a.received), len(b.received)) == (0, 4)
+            gateway.probe.see(FleetTable(views, {}))
+            monkeypatch.setattr(gateway.probe, "_verdict", fail)
+            with pytest.raises(LookupError):
+                await gateway.probe.probe_all()
+            monkeypatch.undo()
+            await gateway.probe.probe_all()
+            assert a.received == [], "not so soon after a fault"
+
+
+async def test_a_refusal_is_logged_once_however_many_requests_meet_it(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with MockEngine("a", count_ids) as engine, gateway_for([engine], sends_ids=True) as gateway:
+        await gateway.probe.probe_all()
+        engine.behaviour = refuse_ids
+        asked = [client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS)) for _ in range(8)]
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert caplog.text.count("refused a prompt's token ids") == 1
 
 
 async def test_a_refusal_is_asked_again_without_ids_and_remembered(client: httpx.AsyncClient) -> None:

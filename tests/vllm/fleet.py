@@ -107,6 +107,7 @@ class AgentProcess(Process):
         self.start()
         until(lambda: all(map(self.is_attached, engines)), START_BOUND_S, "the engines are attached again")
         until(lambda: not self.status()["tiers"]["nvme"]["is_restoring"], START_BOUND_S, "the files are known again")
+        until(lambda: self.status()["tiers"]["dram"]["slots"], START_BOUND_S, "there is memory to read them into")
 
     def metric(self, name: str) -> float:
         lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()

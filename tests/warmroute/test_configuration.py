@@ -83,6 +83,9 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("limits: {drain_s: .inf}", "limits.drain_s"),
         ("engines: [{url: 'http://h:99999'}]", "engines.0.url"),
         ("engines: [{url: 'http://a b'}]", "engines.0.url"),
+        ('engines: [{url: "http://a:1", name: "a\\nb"}]', "engines.0.name: must be 1 to 200 printable characters"),
+        ("engines: [{url: 'http://a:1', name: ''}]", "engines.0.name"),
+        ('engines: [{url: "http://a:1", api_key: "a\\nb"}]', "engines.0.api_key: must be printable ASCII"),
         ("log_level: loud", "log_level: must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )

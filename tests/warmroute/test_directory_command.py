@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from directory import redis_schema as schema
+from directory.errors import DirectoryUnavailable
 from directory.interface import Batch
 from directory.members import draw_incarnation
 from directory.placements import partition_of
@@ -24,6 +25,7 @@ from directory.statistics import NodeSample, summarise
 from tests.directory.stands import running_valkey
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, engine_registration, host_registration
 from warmroute.cli import main
+from warmroute.demo import DemoRow, as_report
 from warmroute.directory_tables import as_page, as_table
 
 KEY = bytes(range(16))
@@ -249,6 +251,35 @@ def test_a_server_that_does_not_answer_is_one_sentence() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_default_that_leads_nowhere_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: RedisDirectory) -> None:
+        raise DirectoryUnavailable("not there")
+
+    monkeypatch.setattr(RedisDirectory, "members", fail)
+    for words in (["directory"], ["forget", "--keys", "ab" * 16]):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            assert main(words) == 2
+            assert err.getvalue().endswith(": not there (this is the default: --redis URL says where it is)\n")
+            assert main([*words, "--redis", "redis://elsewhere"]) == 2
+            assert err.getvalue().endswith(": not there\n")
+
+
+@pytest.mark.parametrize("width", [40, 80, 92, 120, None])
+def test_a_table_fits_its_terminal(width: int | None) -> None:
+    row = {"host": "h" * 20, "engine": "e" * 20, "url": "u" * 20, "models": ["m" * 9, "n" * 9, "o" * 9]}
+    lines = as_table([row, row], "", width).splitlines()
+    assert max(map(len, lines)) <= (width or 200)
+    assert len(lines) == {40: 9, 80: 9, 92: 5, 120: 3, None: 3}[width]
+    assert "".join("".join(lines).split()).count("m" * 9) == 2
+
+
+def test_a_page_fits_its_terminal() -> None:
+    server = ServerReport("h:1", version="valkey 9", role="master", replicas=0, keys=5)
+    page = as_page(summarise([NodeSample(server, is_whole=True)], (), [0.001]), 60)
+    assert max(map(len, page.splitlines())) <= 60
+    assert " ".join(page.split()).startswith("server h:1: valkey 9, master with 0 replicas, unknown used")
+
+
 def test_names_cannot_steer_the_terminal(url: str) -> None:
     assert as_table([{"host": "h\x1b[2J\nx", "models": ["m\r"]}], "").splitlines()[1].split() == [
         "h\\x1b[2J\\nx",
@@ -261,3 +292,12 @@ def test_a_reader_who_has_read_enough_is_no_trouble(url: str) -> None:
     line = f"{sys.executable} -m warmroute.cli directory stats --json --redis {url} | true"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, 7), (None, 2)])
+def test_the_demos_rows_fit_a_terminal(width: int | None, lines: int) -> None:
+    row = DemoRow("1  reader A, a document", "engine-1", 2542, "dram=1024,nvme=1536", 2560, 7.31, "prefix", "yes")
+    table, _, answer = as_report([row], width).partition("\n\n")
+    assert len(table.splitlines()) == lines
+    assert max(map(len, table.splitlines())) <= (width or 200)
+    assert answer == "1  reader A, a document: yes"

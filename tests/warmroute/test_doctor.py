@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -242,7 +243,7 @@ def test_an_agent_that_cant_be_reached_is_found(ward: Ward) -> None:
     assert not ward.healthy.of("agents")
     with ward.registered(HostRegistration("host-9", f"http://127.0.0.1:{free_port()}")):
         report = ward.examine("agents")
-    assert "host-9: can't be reached" in report.words("agents")
+    assert "host-9: no agent answers" in report.words("agents")
     assert "listen.url" in report.words("agents")
 
 
@@ -342,6 +343,39 @@ def test_strange_answers_are_findings(ward: Ward) -> None:
             assert all(each["says"] for each in report.findings)
 
 
+@pytest.mark.parametrize(
+    ("part", "only", "check", "says"),
+    [
+        ("--gateway", "cache", "gateway", "--admin URL"),
+        ("--engine", "cache", "cache", "doesn't answer"),
+        ("--agent", "cache", "cache", "it needs an engine: --engine URL"),
+        ("--agent", "directory", "directory", "it needs --directory URL"),
+    ],
+)
+def test_a_check_that_cant_be_made_says_why(part: str, only: str, check: str, says: str) -> None:
+    report = doctor(part, f"http://127.0.0.1:{free_port()}", "--only", only)
+    assert report.status == 2
+    assert says in report.words(check, "not checked")
+
+
+def test_an_error_is_told_by_its_message(ward: Ward) -> None:
+    report = doctor("--gateway", ward.gateway, "--admin", ward.gateway, "--only", "gateway")
+    assert "answered 404: '/fleet' is not served here; it is on the admin port ->" in report.words(
+        "gateway", "not checked"
+    )
+
+
+def test_engines_without_an_agent_are_compared_with_the_folder_that_is_given(ward: Ward, tmp_path: Path) -> None:
+    with ward.parts.engine(ward.loaded) as engine:
+        row = {"engine": "alone", "url": engine, "state": "ready", "encoding": "no agent"}
+        fleet = json.dumps({"directory": "ok", "lookups": "ok", "engines": [row]}).encode()
+        with ward.parts.app(Strange({"/fleet": fleet, "/metrics": b""})) as admin:
+            compared = doctor("--admin", admin, "--tokenizer", str(ward.files), "--only", "ids")
+            wanting = doctor("--admin", admin, "--tokenizer", str(tmp_path), "--only", "ids")
+    assert "requests compared" in compared.words("ids", "right", "alone")
+    assert "give --tokenizer the folder that the engine's model was loaded from" in wanting.words("ids")
+
+
 def locked(app: Any) -> Callable[..., Any]:
     """The application behind a key."""
 
@@ -373,6 +407,8 @@ def test_an_engine_that_asks_for_a_key_is_given_it(ward: Ward, tmp_path: Path) -
         (("--gateway", "http://gateway"), "has no port"),
         (("--engine", "10.0.0.5:8000"), "--engine 10.0.0.5:8000: must be http://host:port"),
         (("--engine", "http://e:1", "--tokenizer", "/nowhere"), "--tokenizer /nowhere is no folder"),
+        (("--agent", "http://a:1", "--tokenizer", "/"), "--tokenizer goes with --engine URL"),
+        (("--engine", "http://e:1", "--api-key-file", "/nowhere"), "--api-key-file /nowhere can't be read"),
         (("--directory", "http://d"), "redis://"),
     ],
 )

@@ -115,6 +115,12 @@ def test_a_table_is_right_where_all_is_live() -> None:
     assert found.verdict is Verdict.RIGHT, "a walk has two lives at one place"
 
 
+def test_a_table_without_anybody_is_no_healthy_fleet() -> None:
+    (found,) = check_table([], {})
+    assert found.verdict is Verdict.NOTE
+    assert "--key-prefix" in found.mend
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -228,7 +234,7 @@ def test_a_gateway_tells_of_its_engines() -> None:
     for changed, says in (
         ({"state": "unwell"}, "unwell"),
         ({"encoding": "file 12 is not to be had"}, "its prompts can't be encoded"),
-        ({"encoding": "exact; new files: not a tokenizer.json"}, "its prompts can't be encoded"),
+        ({"encoding": "exact; new files: not a tokenizer.json"}, "its files changed, and can't be used"),
         ({"placements": "not believed"}, "what it holds isn't believed"),
     ):
         (found,) = check_fleet(table | {"engines": [well | changed]})
@@ -236,15 +242,22 @@ def test_a_gateway_tells_of_its_engines() -> None:
         assert found.says.startswith(says)
     for changed, says in (
         ({"encoding": "token ids only: the tokenizer isn't known"}, "its prompts of text aren't encoded"),
-        ({"host": None, "placements": "not believed"}, "without an agent: routed by what its prompts begin with"),
+        (
+            {"host": None, "placements": "none without an agent"},
+            "without an agent: routed by what its prompts begin with",
+        ),
     ):
         (found,) = check_fleet(table | {"engines": [well | changed]})
         assert found.verdict is Verdict.NOTE
         assert found.says.startswith(says)
+    (found,) = check_fleet(table | {"directory": "many lapsed"})
+    assert found.says.startswith("more than half of the fleet's registrations lapsed at once")
     assert check_fleet(table | {"engines": []})[0].says == "it knows no engine"
     bucket = {"engine": "e", "endpoint": "/v1/chat/completions", "tools": True, "state": "approximate", "reason": "ids"}
     (found,) = check_fleet(table | {"parity": {"buckets": [{"state": "exact"}, bucket]}})
     assert found.says == "/v1/chat/completions tools: answers differ from what is encoded (ids)"
+    (found,) = check_fleet(table | {"parity": {"buckets": [bucket | {"tools": False}]}})
+    assert found.says.startswith("/v1/chat/completions: answers differ")
     (found,) = check_degraded('warmroute_degraded_total{reason="not_encoded_tools"} 3.0\n')
     assert found.says.endswith("not_encoded_tools 3")
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import json
+import signal
+import socket
 import time
 import unittest.mock
 
@@ -104,8 +106,9 @@ def test_token_ids_come_from_a_file_with_their_identity(server, prefix, agent, t
     assert json.loads(out)[0]["receipt"]["by"] == "token_ids"
     fields = dict.fromkeys(("model_id", "weights_sha", "tokenizer_sha", "kv_dtype", "layout"), "x")
     assert ask(server, prefix, *words, "--identity", json.dumps(fields), "--kept-tokens", "16")[0] == 0
-    status, out, _ = ask(server, prefix, *words)
-    assert status == 1
+    status, out, err = ask(server, prefix, *words)
+    assert status == 2
+    assert err.count("nothing was done") == 1
     assert "need the identity" in json.loads(out)[0]["trouble"]
 
 
@@ -141,7 +144,7 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
         (["--keys", "ab"], 2, "a directory key is 32 hex digits, not 'ab'"),
         (["--identity", "ab"], 2, "--identity must be"),
         (["--identity", "[1]"], 2, "--identity must be"),
-        (["--identity", '{"model": "m"}'], 1, "refused (400)"),
+        (["--identity", '{"model": "m"}'], 2, "refused (400)"),
         ([], 2, "say what to forget"),
         (["--keys", "ab" * 16, "--host", "h9"], 2, "no host of the name h9"),
         (["--identity", "{"], 2, "--identity must be"),
@@ -151,14 +154,34 @@ def test_without_the_agents_token_nothing_is_forgotten(server, prefix, agent):
     ],
 )
 def test_what_cannot_be_asked_is_one_sentence(server, prefix, agent, words, status, says):
-    register(server, prefix, [("h1", url_of(agent))])
+    register(server, prefix, [("h1", url_of(agent)), ("h2", url_of(agent))])
     done, out, err = ask(server, prefix, *words)
-    assert done == status
-    assert says in out + err
-    assert "Traceback" not in err
+    assert (done, out) == (status, "")
+    assert says in err
+    assert err.count("\n") == 1
 
 
 def test_where_no_host_is_registered_nobody_confirms(server, prefix):
-    status, _, err = ask(server, prefix, "--keys", "ab" * 16)
-    assert status == 1
-    assert "nobody was asked" in err
+    status, out, err = ask(server, prefix, "--keys", "ab" * 16)
+    assert (status, out) == (1, "")
+    assert f"no host is registered under the key prefix {prefix}: nobody was asked" in err
+
+
+async def interrupted(*_):
+    """Ctrl-C while a host is asked."""
+    signal.raise_signal(signal.SIGINT)
+    await asyncio.Event().wait()
+
+
+def test_who_keeps_it_waiting_is_named_and_it_can_be_broken_off(server, prefix, monkeypatch):
+    monkeypatch.setattr("warmroute.forget_command.QUIET_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        register(server, prefix, [("h1", f"http://127.0.0.1:{silent.getsockname()[1]}")])
+        monkeypatch.setattr("warmroute.forget_command.ANSWER_WAIT_S", 0.2)
+        status, _, err = ask(server, prefix, "--keys", "ab" * 16)
+        assert status == 1
+        assert "waiting for h1, for up to 0.2 s" in err
+        monkeypatch.setattr("warmroute.forget_command._ask", interrupted)
+        status, _, err = ask(server, prefix, "--keys", "ab" * 16)
+    assert (status, err.count("\n")) == (130, 1)
+    assert "nothing is confirmed" in err

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from warmroute.doctor.clocks import UNSURE_S, Reading
-from warmroute.doctor.finding import Finding, note, right, unknown, wrong
+from warmroute.doctor.finding import Finding, counted, note, right, unknown, wrong
 from warmroute.doctor.reader import LOOK_S, Reader, Reply, Unanswered
 
 AGENTS = "agents"
@@ -25,15 +25,14 @@ async def look_at_agent(
             "see that the agent runs and is reachable from here, that listen.bind isn't loopback where gateways are "
             "elsewhere, that listen.url is an address that they reach, and that no firewall stands between"
         )
-        return [wrong(AGENTS, host, f"can't be reached, so it serves no tokenizer files: {error}", mend)], None
+        return [wrong(AGENTS, host, f"no agent answers, so none serves tokenizer files: {error}", mend)], None
     findings = [*check_place(host, url, is_fleet_elsewhere), *check_status(host, status)]
     findings += await _guard(reader, host, url)
     if not any(each.mend for each in findings):
         tiers = status.get("tiers") or {}
         words = [f"{name} {_part(tier)}" for name, tier in tiers.items() if isinstance(tier, Mapping)]
-        findings.insert(
-            0, right(AGENTS, host, f"reachable; {', '.join(words)}; {len(status.get('engines') or ())} engines")
-        )
+        engines = counted(len(status.get("engines") or ()), "engine")
+        findings.insert(0, right(AGENTS, host, f"reachable; {', '.join(words)}; {engines}"))
     return findings, {**status, "reading": _clock(host, status, reply)}
 
 

@@ -26,7 +26,7 @@ from warmroute.doctor.cache_use import CACHE, check_cache
 from warmroute.doctor.clocks import HEADER_S, Reading, check_clocks
 from warmroute.doctor.engine_ids import EngineIds
 from warmroute.doctor.engine_settings import SETTINGS, check_settings
-from warmroute.doctor.finding import CHECKS, Finding, failed, unknown, wrong
+from warmroute.doctor.finding import CHECKS, NEEDS, Finding, failed, unknown, wrong
 from warmroute.doctor.gateway_encoding import OwnEncodings
 from warmroute.doctor.gateways import GATEWAY, NAME, look_at_gateway, rows_of
 from warmroute.doctor.identities import check_engines, check_table, check_versions
@@ -47,7 +47,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is to be examined. URLs without a path; `checks` are the names of those that are made."""
+    """What is to be examined. URLs without a path; `checks` are the names of those that are made.
+
+    `tokenizer_folder` and `kind` are of the engines without an agent that a gateway's table has.
+    """
 
     gateway_admin: str | None = None
     directory: str | None = None
@@ -55,6 +58,8 @@ class Asked:
     agents: Sequence[str] = ()
     engines: Sequence[Patient] = ()
     files_folder: Path = Path()
+    tokenizer_folder: Path | None = None
+    kind: str | None = None
     checks: frozenset[str] = frozenset(CHECKS)
     api_key: str | None = field(default=None, repr=False)
 
@@ -91,14 +96,33 @@ class _Examination:
         self._findings += check_versions(self._versions)
         self._findings += check_clocks(self._clocks)
         if not patients:
-            self._findings.append(unknown(IDS, "engines", "there is none to be examined"))
-        return [each for each in self._findings if each.check in self._asked.checks]
+            self._findings.append(unknown(IDS, "engines", f"there is none to be examined; it needs {NEEDS[IDS]}"))
+        return self._found()
+
+    def _found(self) -> list[Finding]:
+        """What was asked for, and where others are found from, if that failed: of what wasn't seen, what it needs."""
+        wanted = self._asked.checks
+        found = [
+            each
+            for each in self._findings
+            if each.check in wanted or (each.has_failed and each.check in (GATEWAY, DIRECTORY))
+        ]
+        if wanted != CHECKS.keys():
+            unseen = wanted - {each.check for each in found}
+            found += [
+                unknown(each, "the fleet", f"there is nothing to look at; it needs {NEEDS[each]}") for each in unseen
+            ]
+        return found
 
     async def _gateway(self) -> dict[str, Any] | None:
         url = self._asked.gateway_admin
         if url is None:
             return None
-        looked = await self._within(LOOK_S, GATEWAY, url, look_at_gateway(self._reader, url))
+        mend = (
+            "see that the gateway runs and that this is its admin port: one above the gateway's where it isn't given; "
+            "else --admin URL"
+        )
+        looked = await self._within(LOOK_S, GATEWAY, url, look_at_gateway(self._reader, url), mend)
         if looked is None:
             return None
         findings, table, reading = looked
@@ -121,7 +145,8 @@ class _Examination:
             self._findings.append(failed(DIRECTORY, "directory", str(error)))
             return None
         try:
-            return await self._within(LOOK_S, DIRECTORY, "directory", self._look_at(directory))
+            mend = "see --directory, and whether the server runs and is to be reached from here"
+            return await self._within(LOOK_S, DIRECTORY, "directory", self._look_at(directory), mend)
         finally:
             await directory.aclose()
 
@@ -159,10 +184,12 @@ class _Examination:
                 served = await look_at_served(reader, patient)
                 self._clocks += _date_of(patient.name, await reader.get(f"{patient.url}/health"))
             except Unanswered as error:
-                mend = "see whether it runs, and is to be reached from here at the URL that it registers"
+                mend = "see whether it runs, and is to be reached from here"
+                mend += " at the URL that it registers" if patient.registration is not None else ""
                 has_key = "answered 401" not in str(error)
                 is_due = patient.registration is not None and has_key
-                says = (SETTINGS, patient.name, str(error), mend if has_key else "it asks for a key: --api-key-file")
+                check = next((each for each in (SETTINGS, IDS, CACHE) if each in self._asked.checks), SETTINGS)
+                says = (check, patient.name, str(error), mend if has_key else "it asks for a key: --api-key-file")
                 finding = wrong(*says) if is_due else failed(*says)
                 self._findings.append(finding)
                 return
@@ -185,15 +212,15 @@ class _Examination:
     async def _add(self, limit_s: float, check: str, subject: str, work: Awaitable[list[Finding]]) -> None:
         self._findings += await self._within(limit_s, check, subject, work) or []
 
-    async def _within(self, limit_s: float, check: str, subject: str, work: Awaitable[_T]) -> _T | None:
+    async def _within(self, limit_s: float, check: str, subject: str, work: Awaitable[_T], mend: str = "") -> _T | None:
         """What `work` gives, or a finding that says why nothing. An edge: others' answers have any shape."""
         try:
             async with asyncio.timeout(limit_s):
                 return await work
         except TimeoutError:
-            self._findings.append(failed(check, subject, f"it took longer than {limit_s:g} s"))
+            self._findings.append(failed(check, subject, f"it took longer than {limit_s:g} s", mend))
         except (Unanswered, DirectoryError) as error:
-            self._findings.append(failed(check, subject, str(error)))
+            self._findings.append(failed(check, subject, str(error), mend))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
             self._findings.append(failed(check, subject, f"it answered with something unexpected: {error!r}"))
         return None
@@ -214,7 +241,13 @@ def _parts(
     for row in rows_of(table or {}, "engines"):
         url = row.get("url")
         if row.get("registration") is None and isinstance(url, str) and url not in patients:
-            patients[url] = Patient(str(row.get("engine")), url, api_key=asked.api_key)
+            patients[url] = Patient(
+                str(row.get("engine")),
+                url,
+                tokenizer_folder=asked.tokenizer_folder,
+                kind=asked.kind,
+                api_key=asked.api_key,
+            )
     return list(patients.values()), agents
 
 

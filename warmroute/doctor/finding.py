@@ -38,6 +38,23 @@ CHECKS = {
     "clocks": "parts whose clocks differ",
 }
 """What is looked at, in the order of the report."""
+_AN_ENGINE = "an engine: --engine URL, or --gateway URL of a fleet that has one"
+NEEDS = {
+    "gateway": "--gateway URL",
+    "directory": "--directory URL",
+    "identities": "--gateway URL or --directory URL",
+    "agents": "--agent URL, or --gateway URL of a fleet that has some",
+    "settings": f"{_AN_ENGINE}, vLLM or SGLang",
+    "ids": _AN_ENGINE,
+    "cache": _AN_ENGINE,
+    "clocks": "a part that answers",
+}
+"""What must be named, or be there, for each."""
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def right(check: str, subject: str, says: str) -> Finding:

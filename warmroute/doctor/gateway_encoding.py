@@ -19,15 +19,19 @@ from warmroute.doctor.patient import Patient
 from warmroute.doctor.probes import Probe
 
 CACHE_BYTES_MAX = 8 * 2**20
+ITS_AGENT = "see that the agent is reachable from gateways at the URL that it registers (listen.url)"
+ITS_FOLDER = "see that the engine's model folder has tokenizer.json, tokenizer_config.json and chat_template.jinja"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 class NoEncoding(Exception):
-    """There are no files, or no encoder can be made of them; the message says why. `is_fault`: there should be."""
+    """There are no files, or no encoder can be made of them; the message says why. `is_fault`: there should be.
 
-    def __init__(self, says: str, is_fault: bool) -> None:
+    `mend` is what would help."""
+
+    def __init__(self, says: str, is_fault: bool, mend: str = "") -> None:
         super().__init__(says)
-        self.is_fault = is_fault
+        self.is_fault, self.mend = is_fault, mend
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +86,20 @@ class OwnEncodings:
                 if patient.registration.renderer == IDS_ONLY:
                     raise NoEncoding("its tokenizer is code of its own (its log says which): texts aren't known", False)
                 if not names:
-                    raise NoEncoding("it registered no tokenizer files: its prompts are routed by session", True)
+                    says = "it registered no tokenizer files: its prompts are routed by session"
+                    raise NoEncoding(says, is_fault=True, mend=ITS_FOLDER)
                 return {name: await self._files.get(digest, [patient.agent_url]) for name, digest in names.items()}
             except FileUnavailable as error:
-                raise NoEncoding(f"its tokenizer files aren't to be had: {error}", is_fault=True) from error
+                says = f"its tokenizer files aren't to be had: {error}"
+                raise NoEncoding(says, is_fault=True, mend=ITS_AGENT) from error
         if patient.tokenizer_folder is None:
             raise NoEncoding("there is no agent that serves its tokenizer files; give --tokenizer DIR", is_fault=False)
         contents = await asyncio.to_thread(_read_folder, patient.tokenizer_folder)
         if "tokenizer.json" not in contents:
-            raise NoEncoding(f"there is no tokenizer.json in {patient.tokenizer_folder}", is_fault=True)
+            says = f"there is no tokenizer.json in {patient.tokenizer_folder}"
+            raise NoEncoding(
+                says, is_fault=True, mend="give --tokenizer the folder that the engine's model was loaded from"
+            )
         return contents
 
     async def _make(self, kind: str, contents: Mapping[str, bytes]) -> OwnEncoding:
@@ -99,7 +108,7 @@ class OwnEncodings:
             shared = Shared.of(self._pool)
             tokenizer, chars = await load_tokenizer(contents["tokenizer.json"], shared, CACHE_BYTES_MAX)
         except (ValueError, KeyError) as error:
-            raise NoEncoding(f"no gateway can encode for it: {error}", is_fault=True) from error
+            raise NoEncoding(f"no gateway can encode for it: {error}", is_fault=True, mend=ITS_FOLDER) from error
         return OwnEncoding(Encoder(tokenizer, renderer, chars), contents)
 
 

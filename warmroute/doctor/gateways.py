@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from warmroute.doctor.clocks import UNSURE_S, Reading
-from warmroute.doctor.finding import Finding, note, right, wrong
+from warmroute.doctor.finding import Finding, counted, note, right, wrong
 from warmroute.doctor.reader import Reader
 
 GATEWAY = "gateway"
@@ -31,7 +31,11 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
     """What `/fleet` says of the directory, of lookups and of each engine."""
     findings = []
     directory = table.get("directory")
-    if directory != "ok":
+    if directory == "many lapsed":
+        says = "more than half of the fleet's registrations lapsed at once: they are believed for some seconds more"
+        mend = "see whether agents run and reach the directory's server, and whether that is slow or was restarted"
+        findings.append(wrong(GATEWAY, NAME, says, mend))
+    elif directory != "ok":
         says = f"the directory: {directory}"
         mend = "see directory.url and key_prefix in its configuration, and whether the server answers"
         findings.append(wrong(GATEWAY, NAME, says, mend))
@@ -46,7 +50,7 @@ def check_fleet(table: Mapping[str, Any]) -> list[Finding]:
     findings += [finding for row in engines for finding in check_engine(row)]
     findings += check_parity(table.get("parity"))
     if not findings:
-        says = f"{len(engines)} engines ready, encoded exactly and believed; directory and lookups ok"
+        says = f"{counted(len(engines), 'engine')} ready, encoded exactly and believed; directory and lookups ok"
         findings.append(right(GATEWAY, NAME, says))
     return findings
 
@@ -72,6 +76,9 @@ def check_engine(row: Mapping[str, Any]) -> list[Finding]:
     elif encoding.startswith("token ids only"):
         mend = "prompts of token ids are exact; texts stay with their session: its log says what its tokenizer does"
         findings.append(note(GATEWAY, name, f"its prompts of text aren't encoded: {encoding}", mend))
+    elif encoding.startswith("exact; "):
+        mend = "mend the files in its `tokenizer` folder: those from before serve on, until the gateway starts anew"
+        findings.append(wrong(GATEWAY, name, f"its files changed, and can't be used: {encoding}", mend))
     elif encoding != "exact":
         mend = "see that the agent is reachable from the gateway, and the model's tokenizer files; it is tried again"
         findings.append(wrong(GATEWAY, name, f"its prompts can't be encoded: {encoding}", mend))
@@ -94,8 +101,8 @@ def check_parity(parity: Any) -> list[Finding]:
     findings = []
     for row in rows_of(parity if isinstance(parity, Mapping) else {}, "buckets"):
         if row.get("state") == "approximate":
-            kind = " ".join(word for word in ("tools", "reasoning") if row.get(word))
-            says = f"{row.get('endpoint')} {kind}: answers differ from what is encoded ({row.get('reason')})"
+            kind = "".join(f" {word}" for word in ("tools", "reasoning") if row.get(word))
+            says = f"{row.get('endpoint')}{kind}: answers differ from what is encoded ({row.get('reason')})"
             mend = "see what `ids` finds of this engine: its template, tokenizer or flags aren't those of its files"
             findings.append(wrong(GATEWAY, str(row.get("engine")), says, mend))
     return findings

@@ -5,7 +5,7 @@ from typing import Any
 
 from directory.members import EngineRegistration, HostRegistration, Member
 from gateway.lookup import CHAINS_MAX
-from warmroute.doctor.finding import Finding, note, right, wrong
+from warmroute.doctor.finding import Finding, counted, note, right, wrong
 
 IDENTITIES = "identities"
 _RULES: tuple[tuple[Mapping[str, str], bool, Callable[[str, str, str, str], Finding], str, str], ...] = (
@@ -60,9 +60,13 @@ def check_table(members: Sequence[Member], unreadable: Mapping[bytes, str]) -> l
         if member.is_live and isinstance(member.registration, EngineRegistration)
     ]
     findings += check_engines(engines)
-    if not findings:
+    if not members and not findings:
+        mend = "start agents with this directory and key prefix; see --key-prefix, if they have another"
+        findings.append(note(IDENTITIES, "the table", "nobody is registered here", mend))
+    elif not findings:
         hosts = sum(role == "host" for role, _ in names)
-        says = f"{hosts} hosts and {len(names) - hosts} engines are registered and live, and go together"
+        there = f"{counted(hosts, 'host')} and {counted(len(names) - hosts, 'engine')}"
+        says = f"{there}, registered and live, that go together"
         findings.append(right(IDENTITIES, "the table", says))
     return findings
 
@@ -95,7 +99,9 @@ def check_versions(versions: Mapping[str, str]) -> list[Finding]:
     for part, version in versions.items():
         by_version.setdefault(version, []).append(part)
     if len(by_version) == 1:
-        return [right(IDENTITIES, "versions", f"{len(versions)} parts run warmroute {next(iter(by_version))}")]
+        return [
+            right(IDENTITIES, "versions", f"{counted(len(versions), 'part')}, of warmroute {next(iter(by_version))}")
+        ]
     words = "; ".join(f"{version}: {', '.join(sorted(parts))}" for version, parts in sorted(by_version.items()))
     return [note(IDENTITIES, "versions", f"parts of different versions: {words}", "finish the upgrade")]
 

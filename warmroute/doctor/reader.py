@@ -49,8 +49,11 @@ class Reply:
 
     @property
     def said(self) -> str:
-        """The beginning of its text, fit for a terminal."""
-        return printable(" ".join(self.text[: 2 * SAID_CHARS_MAX].split()))[:SAID_CHARS_MAX] or "nothing"
+        """Its error's message, or else the beginning of its text, fit for a terminal."""
+        error = self.value.get("error") if isinstance(self.value, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
+        text = message if isinstance(message, str) else self.text
+        return printable(" ".join(text[: 2 * SAID_CHARS_MAX].split()))[:SAID_CHARS_MAX] or "nothing"
 
 
 class Reader:

@@ -31,11 +31,7 @@ async def check_ids(encodings: OwnEncodings, asked: EngineIds, patient: Patient,
     except NoEncoding as error:
         if not error.is_fault:
             return [unknown(IDS, patient.name, str(error))]
-        mend = (
-            "see that the agent is reachable from gateways at the URL that it registers (listen.url), and that the "
-            "engine's model folder has tokenizer.json, tokenizer_config.json and chat_template.jinja"
-        )
-        return [wrong(IDS, patient.name, str(error), mend)]
+        return [wrong(IDS, patient.name, str(error), error.mend)]
     compared = [await _compare(own, asked, served, probe) for probe in PROBES]
     compared += [await _compare_count(own, asked, served, probe) for probe in (PLAIN, TEXT)]
     findings = _differences(patient.name, compared)
@@ -84,9 +80,8 @@ def _of_counts(ours: int, theirs: int) -> Difference:
     if theirs == ours + 1:
         cause = "one token more, as of a beginning token that is there twice"
         more = 'the engine adds a beginning token to one that is there already ("add_bos_token"), or '
-    other = "it has another chat template or tokenizer than its agent serves: see its launch line and its model's files"
-    mend = more + other
-    return Difference(cause, shows, mend[0].upper() + mend[1:])
+    other = "it has another chat template or tokenizer than the gateway: see its launch line and its model's files"
+    return Difference(cause, shows, more + other)
 
 
 def _differences(subject: str, compared: list[_Compared]) -> list[Finding]:
