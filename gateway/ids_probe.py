@@ -3,7 +3,7 @@
 Two questions, each a request for one token. Does the engine make the same ids of a prompt as the gateway? If not (it
 was started with another template, say), ids sent to it would change its answers. And which does it take of a long text
 and a few ids that aren't that text's? `usage.prompt_tokens` tells. A verdict holds for one life of the engine: it is
-asked again when it was unwell, has a new incarnation, or is somewhere else.
+asked again when it was unwell, has a new incarnation, is somewhere else, or its prompts are encoded by other files.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import httpx
 import orjson
 
 from gateway.encoding.encoder import Encoders
+from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView, FleetTable
 from gateway.ids_body import field_for, spliced
 from gateway.openai_schema import CHAT, COMPLETIONS, parse_request
@@ -44,6 +45,7 @@ class _Verdicts:
     """What is known of one life of an engine, by endpoint."""
 
     url: str
+    files: ModelFiles | None
     lives: frozenset[bytes]
     by_endpoint: dict[str, str] = field(default_factory=dict)
     tries: int = 0
@@ -68,7 +70,9 @@ class IdsProbe:
     def takes(self, view: EngineView, endpoint: str) -> bool:
         """Whether this engine takes ids at this endpoint, as it is now."""
         known = self._verdicts.get(view.engine)
-        return known is not None and known.url == view.url and known.by_endpoint.get(endpoint) == TAKEN
+        if known is None or (known.url, known.files) != (view.url, view.files):
+            return False
+        return known.by_endpoint.get(endpoint) == TAKEN
 
     def note_refusal(self, view: EngineView, endpoint: str) -> None:
         """It refused ids in a request that it takes without them: it gets none at this endpoint while it lives."""
@@ -94,8 +98,9 @@ class IdsProbe:
         self._views = tuple(view for view in table.engines.values() if view.is_ready and view.files and view.models)
         for view in self._views:
             known, lives = self._verdicts.get(view.engine), view.reach.own
-            if known is None or known.url != view.url or (known.lives and lives and not known.lives & lives):
-                self._verdicts[view.engine] = _Verdicts(view.url, lives)
+            is_another = known is None or (known.url, known.files) != (view.url, view.files)
+            if known is None or is_another or (known.lives and lives and not known.lives & lives):
+                self._verdicts[view.engine] = _Verdicts(view.url, view.files, lives)
             elif lives:
                 known.lives = lives  # a walk: the next life of the same process
         for gone in self._verdicts.keys() - {view.engine for view in self._views}:

@@ -13,8 +13,8 @@ from typing import Any
 
 from directory.chunks import pack_tokens
 
-_SPACES = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_SPACES_BEFORE, _SPACES_AFTER = re.compile(f"[{_SPACES}]+\\Z"), re.compile(f"[{_SPACES}]*")
+_SPACES = "\t\n\x0b\x0c\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+_SPACES_AFTER = re.compile(f"[{_SPACES}]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ class AddedTokenSplitter:
             content, (start, end) = match[0], match.span()
             token = self._stripping.get(content)
             if token is not None and token.strips_before:
-                spaces = _SPACES_BEFORE.search(text, position, start)
-                start = spaces.start() if spaces else start
+                start = position + len(text[position:start].rstrip(_SPACES))  # `re` would try each space of every run
             if token is not None and token.strips_after:
                 spaces = _SPACES_AFTER.match(text, end)
                 end = spaces.end() if spaces else end

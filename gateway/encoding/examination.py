@@ -4,13 +4,12 @@ Both are tried on nasty texts before a request is encoded that way. Takes second
 (the reference can't be loaded without): `examiner.py` runs it in a process of its own.
 """
 
-import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from gateway.encoding.cuts import CutRules, CutterEverywhere, cut_rules
-from gateway.encoding.nasty_texts import nasty_texts
+from gateway.encoding.nasty_texts import BYTE_NAMES, EVERY_BYTE, nasty_texts
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
 from gateway.encoding.pipeline import Pipeline, Unsupported, read_pipeline
 from gateway.encoding.tokenizer import Backend, FastokensBackend, HuggingFaceBackend
@@ -75,7 +74,7 @@ def fastest_backend(pipeline: str, reference: HuggingFaceBackend) -> Backend:
     except Exception as error:  # noqa: BLE001 - whatever it doesn't support, the reference serves
         logger.info("fastokens doesn't support this tokenizer, using tokenizers: %s", error)
         return reference
-    texts = list(nasty_texts(list(reference.added_tokens()), PROOF_TEXTS))
+    texts = [EVERY_BYTE, *BYTE_NAMES, *nasty_texts(list(reference.added_tokens()), PROOF_TEXTS)]
     expected = _encodings(reference, texts)
     try:
         agrees = _encodings(fast, texts) == expected
@@ -95,18 +94,16 @@ def rest_backends(pipeline: Pipeline, whole: Backend) -> Iterator[Backend]:
     if not pipeline.without_prefix:
         yield whole
         return
-    fast: Backend | None = None
-    with contextlib.suppress(Exception):  # whatever it doesn't support
-        fast = FastokensBackend(pipeline.without_prefix)
-    if fast is not None:
-        yield fast
-    if whole.name != FastokensBackend.name:
-        yield HuggingFaceBackend(pipeline.without_prefix)
+    reference = HuggingFaceBackend(pipeline.without_prefix)
+    fastest = fastest_backend(pipeline.without_prefix, reference)
+    yield fastest
+    if fastest is not reference and whole.name != FastokensBackend.name:
+        yield reference
 
 
 def proven_depth(pipeline: Pipeline, rules: CutRules, whole: Backend, rest: Backend) -> Depth:
     """The greatest depth at which nasty texts, cut wherever the rules allow it, have the ids of the whole texts."""
-    texts = list(nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS))
+    texts = [EVERY_BYTE, *BYTE_NAMES, *nasty_texts([token.content for token in pipeline.added_tokens], PROOF_TEXTS)]
     expected = _encodings(whole, texts)
     for depth in (Depth.PIECES, Depth.SEGMENTS) if rules.every else (Depth.SEGMENTS,):
         encoders = [

@@ -18,6 +18,7 @@ from gateway.encoding.nasty_texts import nasty_texts
 
 KINDS = ("vllm", "sglang", "reference")
 TRANSFORMERS = "transformers 5 isn't installed (pip install 'warmroute[transformers]')"
+TRANSFORMERS_MAJOR = "5"
 PROOF_TEXTS = 100
 FILE_BYTES_MAX = 256 * 2**20
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -58,9 +59,8 @@ def read_local_model(folder: Path, kind: str) -> LocalModel:
         return LocalModel("vllm-unknown", {}, "vLLM encodes for this model by code of its own")
     is_own = kind == "vllm" and (architecture in _OWN_RENDERERS or config.get("model_type") == "gpt_oss")
     is_plain = kind == "vllm" and (architecture in _OWN_RENDERERS or config.get("model_type") in _PLAIN_BACKENDS)
-    try:
-        import transformers
-    except ImportError:
+    transformers = _transformers()
+    if transformers is None:
         files = _as_its_file_says(folder, str(config.get("model_type", "")))
     else:
         loader = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer
@@ -73,6 +73,15 @@ def read_local_model(folder: Path, kind: str) -> LocalModel:
         if (folder / name).is_file():
             files[name] = _read(folder / name)
     return LocalModel("vllm-own" if is_own else kind, files)
+
+
+def _transformers() -> Any | None:
+    """The library, if it is of the major version that engines have: another gives a tokenizer other ids."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    return transformers if transformers.__version__.partition(".")[0] == TRANSFORMERS_MAJOR else None
 
 
 def _is_of_mistrals_form(folder: Path) -> bool:

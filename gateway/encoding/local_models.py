@@ -16,6 +16,8 @@ from gateway.encoding.model_files import ModelFiles
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
+READS_AT_ONCE_MAX = 2
+"""Folders: each is read by a process of its own, which takes some hundred megabytes."""
 RETRY_POLLS = 60
 """A folder that couldn't be read, and hasn't changed, is tried again after so many looks."""
 ENTRIES_MAX = 4096
@@ -57,6 +59,7 @@ class LocalModels:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._files, self._is_loaded, self._sleep = files, is_loaded, sleep
+        self._reads = asyncio.Semaphore(READS_AT_ONCE_MAX)
         self._places: dict[tuple[str, str], _Place] = {}
         self._of_engine: dict[str, _Place] = {}
         for engine in engines:
@@ -94,20 +97,23 @@ class LocalModels:
         return place.coming if place else None
 
     async def run(self) -> None:
-        """Watch the folders until cancelled."""
-        while self._places:
+        """Watch the folders until cancelled; one whose file system doesn't answer holds up no other."""
+        async with asyncio.TaskGroup() as watches:
             for place in self._places.values():
-                try:
-                    await self._look_after(place)
-                except Exception:  # the edge of the loop: one strange folder must not end the gateway
-                    logger.exception("%s: looking after its folder met a fault", place.owner)
+                watches.create_task(self._watch(place))
+
+    async def _watch(self, place: _Place) -> None:
+        while True:
+            try:
+                await self._look_after(place)
+            except Exception:  # the edge of the loop: one strange folder must not end the gateway
+                logger.exception("%s: looking after its folder met a fault", place.owner)
             await self._sleep(POLL_INTERVAL_S)
 
     async def _look_after(self, place: _Place) -> None:
         """Read a folder that has changed, once it is the same at two looks: it may be in the middle of being copied."""
         try:
-            folder = find_folder(place.tokenizer)
-            seen = await asyncio.to_thread(look, folder)
+            folder, seen = await asyncio.to_thread(_find_and_look, place.tokenizer)
         except (ValueError, OSError) as error:
             self._note(place, str(error))
             return
@@ -118,11 +124,13 @@ class LocalModels:
             return
         place.read, place.polls_since_failure = seen, 0
         try:
-            model = await read_apart(folder, place.kind)
-        except ValueError as error:
+            async with self._reads:
+                model = await read_apart(folder, place.kind)
+            is_same = await asyncio.to_thread(look, folder) == seen
+        except (ValueError, OSError) as error:  # no process could be started, or the folder went away
             self._note(place, f"{folder}: {error}")
             return
-        if await asyncio.to_thread(look, folder) != seen:
+        if not is_same:
             place.read = ()  # half of it may be of another model: read it again
             return
         self._note(place, "")
@@ -143,7 +151,10 @@ def find_folder(tokenizer: str) -> Path:
 
     Raises `ValueError`. The cache's layout is that of huggingface_hub ("Understand caching").
     """
-    path = Path(tokenizer).expanduser()
+    try:
+        path = Path(tokenizer).expanduser()
+    except RuntimeError as error:  # a user that isn't there
+        raise ValueError(f"{tokenizer}: {error}") from error
     if path.is_dir():
         return path
     if not _HUB_ID.fullmatch(tokenizer) or ".." in tokenizer:
@@ -168,13 +179,24 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or os.path.join(base, "huggingface")).expanduser() / "hub"
 
 
+def _find_and_look(tokenizer: str) -> tuple[Path, Look]:
+    folder = find_folder(tokenizer)
+    return folder, look(folder)
+
+
 def look(folder: Path) -> Look:
-    """What tells that a folder's files changed, without reading them. Raises `OSError`, `ValueError` without any."""
+    """What tells that a folder's files changed, without reading them. Raises `OSError`, `ValueError` without any.
+
+    A link that leads nowhere is no file: so take it who load models.
+    """
     found = []
     with os.scandir(folder) as entries:
         for entry, _ in zip(entries, range(ENTRIES_MAX), strict=False):
             if _WATCHED.fullmatch(entry.name):
-                status = os.stat(entry.path)  # of what a link leads to
+                try:
+                    status = os.stat(entry.path)  # of what a link leads to
+                except FileNotFoundError:
+                    continue
                 found.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns))
     if not found:
         raise ValueError(f"{folder} holds no tokenizer")

@@ -55,6 +55,16 @@ _SHARES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (0.84, _CODE),
     (0.90, _SENTENCES),
 )
+_EACH_LEAD = (
+    range(0x800),
+    range(0x800, 0xD800, 0x400),
+    range(0xE000, 0x10000, 0x400),
+    range(0x10000, 0x110000, 0x4000),
+)
+EVERY_BYTE = "".join(chr(point) for points in _EACH_LEAD for point in points)
+"""A text with each byte that UTF-8 has: a vocabulary may lack any of them."""
+BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(0x100))
+"""Texts that look like what SentencePiece calls its tokens of single bytes."""
 _POINTS = ((32, 0x250), (0x250, 0x3000), (0x3000, 0xD800), (0x10000, 0x1FBFF), (0xE000, 0x10000))
 _PIECES = (3, 10, 30, 60, 100, 200)
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"

@@ -123,7 +123,8 @@ class CachedPieces:
     async def encode(self, text: str, adds_special: bool) -> bytes:
         """See `PromptTokenizer`."""
         encoder = self._encoder
-        if encoder.depth is Depth.WHOLE:
+        depth = encoder.depth
+        if depth is Depth.WHOLE:
             return await self._whole.encode(text, adds_special)
         if encoder.looks_new(text):
             ids = await self._encode_new(text, adds_special)
@@ -137,7 +138,7 @@ class CachedPieces:
             else:
                 fresh = await self._shared.pool.run(encoder.encode_missing, partial)
             ids = encoder.join(partial, fresh, adds_special)
-        self._shared.check.consider(Sample(encoder, self._backend, text, adds_special, ids))
+        self._shared.check.consider(Sample(encoder, depth, self._backend, text, adds_special, ids))
         return ids
 
     async def _encode_new(self, text: str, adds_special: bool) -> bytes:

@@ -20,9 +20,10 @@ SAMPLES_WAITING_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A text whose `ids` came from pieces, and the encoder to be told if they are wrong."""
+    """A text whose `ids` came from pieces, taken apart to `depth`; and the encoder to be told if they are wrong."""
 
     encoder: PieceEncoder
+    depth: Depth
     whole: Backend
     text: str
     adds_special: bool
@@ -56,7 +57,6 @@ class SelfCheck:
         """Check what was considered, until cancelled."""
         while True:
             sample = await self._samples.get()
-            depth = sample.encoder.depth
             try:
                 ids = await self._pool.run_behind(sample.whole.encode, sample.text, sample.adds_special)
             except Exception:  # the edge of the loop: a backend is foreign code
@@ -64,14 +64,15 @@ class SelfCheck:
                 continue
             if ids == sample.ids:
                 self._on_match()
-            elif depth:
-                self._distrust(sample, ids, depth)
+            elif sample.depth:
+                self._on_mismatch()
+                if sample.encoder.depth >= sample.depth:  # else another sample of that depth has told already
+                    self._distrust(sample, ids)
 
-    def _distrust(self, sample: Sample, ids: bytes, depth: Depth) -> None:
+    def _distrust(self, sample: Sample, ids: bytes) -> None:
         encoder = sample.encoder
-        encoder.depth = min(encoder.depth, Depth(depth - 1))
+        encoder.depth = Depth(sample.depth - 1)
         encoder.flush()
-        self._on_mismatch()
         logger.error(
             "ids from pieces differ from the whole text's, at token %d of %d (text of %d characters, sha256 %s): "
             "this tokenizer's texts are now taken apart no further than %s",

@@ -226,9 +226,11 @@ def _tool_call(call: Any, call_fields: Sequence[str]) -> dict[str, Any]:
 
 
 def tool_arguments(text: str) -> dict[str, Any]:
-    """A tool call's arguments, read as vLLM reads them: an object, or an empty one."""
+    """A tool call's arguments, read as vLLM reads them: an object, or an empty one. Raises `Uncertain`."""
     try:
         arguments = json.loads(text) if text else {}
+        if r"\u" in text:
+            json.dumps(arguments, ensure_ascii=False).encode()  # half of a pair is no Unicode: no tokenizer takes it
     except json.JSONDecodeError:
         return {}
     except (RecursionError, ValueError):

@@ -80,11 +80,24 @@ class Bucket:
 
         A walk registers a second life beside the first; only where none of the lives is left, it is another process.
         """
-        if view.registration is not self.registration and view.registration != self.registration:
-            return False
-        if view.registration is None and view.files != self.files:
-            return False
-        return not self.lives or not view.reach.own or not self.lives.isdisjoint(view.reach.own)
+        return _are_of_one(self.registration, self.files, self.lives, view)
+
+
+def are_of_one_engine(earlier: EngineView, now: EngineView) -> bool:
+    """Whether what was seen of the engine `earlier` says something of it `now`: it has neither begun another life,
+    registered otherwise, nor changed its files.
+    """
+    return _are_of_one(earlier.registration, earlier.files, earlier.reach.own, now)
+
+
+def _are_of_one(
+    registration: EngineRegistration | None, files: ModelFiles | None, lives: frozenset[bytes], now: EngineView
+) -> bool:
+    if now.registration is not registration and now.registration != registration:
+        return False
+    if now.registration is None and now.files != files:
+        return False
+    return not lives or not now.reach.own or not lives.isdisjoint(now.reach.own)
 
 
 class Buckets:

@@ -17,7 +17,7 @@ from gateway.lookup import Holders
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
 from gateway.parity.announced_ids import AnnouncedIds
-from gateway.parity.buckets import Buckets, kind_of
+from gateway.parity.buckets import Buckets, are_of_one_engine, kind_of
 from gateway.parity.self_checks import SelfChecks
 from gateway.parity.stream_usage import Send, StreamUsage, UsageFilter
 from gateway.upstream import Answer
@@ -44,7 +44,7 @@ class Parity:
         self._buckets = Buckets(clock)
         self._ids = AnnouncedIds(directory, fleet, self._buckets, metrics, clock, sleep)
         self._warmer = Warmer(lambda result: metrics.replies_warmed.labels(result).inc())
-        self._stream_usage = StreamUsage()
+        self._stream_usage = StreamUsage(clock)
         metrics.approximate_buckets.set_function(lambda: self._buckets.approximate_count)
 
     def approximate(self, request: InferenceRequest, views: Sequence[EngineView]) -> frozenset[str]:
@@ -68,7 +68,10 @@ class Parity:
     def note_usage(
         self, request: InferenceRequest, view: EngineView, encoding: Encoding | None, usage: Usage | None
     ) -> None:
-        """An answer came to its end. Of several prompts only the first was encoded: such a request says nothing."""
+        """An answer came to its end. Of several prompts only the first was encoded: such a request says nothing.
+
+        Nor does one that an engine began in another life or with other files: it would be held against this one.
+        """
         if encoding is None or encoding.tokens is None or not encoding.is_whole or len(request.prompts) > 1:
             return
         if usage is None:
@@ -79,6 +82,9 @@ class Parity:
         self._metrics.parity.labels("usage", "match" if is_same else "mismatch").inc()
         if not is_same:
             self._metrics.token_count_mismatches.inc()
+        now = self._fleet.table.engines.get(view.engine)
+        if now is None or not are_of_one_engine(view, now):
+            return
         self._buckets.note_counts(view, kind, own, usage.prompt_tokens)
         if is_same:
             self._ids.consider(view, kind, encoding.tokens, request.cache_salt, usage.cached_tokens)

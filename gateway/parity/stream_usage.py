@@ -11,6 +11,8 @@ reference engine writes `"usage":null` into the others, as OpenAI does.
   its stream is left alone.
 - An engine that answers 400 or 422 gets the request again as the client sent it, once; if it takes that, it isn't asked
   any more for as long as it lives. One that has taken the field before refuses something else.
+- Whether an engine without an agent is still the one that was asked, nobody says: it always gets the request again, and
+  is asked again `REMEMBERED_S` after it refused.
 """
 
 from collections.abc import Awaitable, Callable
@@ -18,7 +20,6 @@ from dataclasses import replace
 
 import orjson
 
-from gateway.audit import read_usage
 from gateway.events import event_data, single_events
 from gateway.fleet import EngineView
 from gateway.openai_schema import CHAT, COMPLETIONS, InferenceRequest
@@ -29,6 +30,8 @@ ENDPOINTS = (CHAT, COMPLETIONS)
 REFUSALS = (400, 422)
 ENGINES_MAX = 4_096
 """Engines of which it is remembered whether they take the field."""
+REMEMBERED_S = 600.0
+"""For so long a refusal is taken for that of an engine whose lives aren't known."""
 _NO_CHOICES = (b'"choices":[]', b'"choices": []')
 _USAGE = (b'"usage":{', b'"usage": {')
 
@@ -38,13 +41,14 @@ Send = Callable[[InferenceRequest], Awaitable[Answer]]
 class StreamUsage:
     """Knows which engines can be asked."""
 
-    def __init__(self) -> None:
-        self._takes: dict[tuple[str, frozenset[bytes]], bool] = {}
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._taken: dict[tuple[str, frozenset[bytes]], tuple[bool, float]] = {}
 
     def body_for(self, request: InferenceRequest, view: EngineView) -> bytes:
         """The request's body, with usage asked for where that makes sense."""
         may_ask = request.stream and request.endpoint in ENDPOINTS and "stream_options" not in request.fields
-        if not may_ask or self._takes.get(_life(view)) is False:
+        if not may_ask or self._takes(view) is False:
             return request.body
         opening = request.body.index(b"{") + 1
         return b"".join((request.body[:opening], ASKED, request.body[opening:]))
@@ -57,7 +61,7 @@ class StreamUsage:
         answer = await send(replace(request, body=body))
         if answer.status == 200:
             self._note(view, True)
-        elif answer.status in REFUSALS and not self._takes.get(_life(view)):
+        elif answer.status in REFUSALS and not (self._takes(view) and view.reach.own):
             answer.close()
             answer = await send(request)
             if answer.status == 200:
@@ -65,11 +69,15 @@ class StreamUsage:
             return answer, False
         return answer, True
 
+    def _takes(self, view: EngineView) -> bool | None:
+        takes, noted_at = self._taken.get(_life(view), (None, 0.0))
+        return takes if view.reach.own or self._clock() - noted_at < REMEMBERED_S else None
+
     def _note(self, view: EngineView, takes: bool) -> None:
         life = _life(view)
-        if life not in self._takes and len(self._takes) >= ENGINES_MAX:
-            del self._takes[next(iter(self._takes))]
-        self._takes[life] = takes
+        if life not in self._taken and len(self._taken) >= ENGINES_MAX:
+            del self._taken[next(iter(self._taken))]
+        self._taken[life] = takes, self._clock()
 
 
 class UsageFilter:
@@ -81,8 +89,8 @@ class UsageFilter:
     def take(self, events: bytes) -> bytes:
         """The same events without those that only tell the usage; may be empty."""
         if not self._has_begun:
-            self._has_begun = True
-            first = single_events(events)[0]
+            first = next(filter(event_data, single_events(events)), b"")  # comments tell nothing
+            self._has_begun = bool(first)
             self._is_usual = _any_in(_USAGE, first) and not _any_in(_NO_CHOICES, first)
         if self._is_usual or not _any_in(_NO_CHOICES, events):
             return events
@@ -90,15 +98,14 @@ class UsageFilter:
 
 
 def is_usage_event(event: bytes) -> bool:
-    """Whether an event tells the usage of a stream, and has no choices."""
+    """Whether an event tells the usage of a stream, right or wrong, and has no choices."""
     if not _any_in(_NO_CHOICES, event):  # within a text its quotes would be escaped
         return False
-    data = event_data(event)
     try:
-        decoded = orjson.loads(data)
+        decoded = orjson.loads(event_data(event))
     except orjson.JSONDecodeError:
         return False
-    return isinstance(decoded, dict) and decoded.get("choices") == [] and read_usage(data) is not None
+    return isinstance(decoded, dict) and decoded.get("choices") == [] and isinstance(decoded.get("usage"), dict)
 
 
 def _any_in(marks: tuple[bytes, bytes], data: bytes) -> bool:

@@ -3,30 +3,30 @@
 Comparisons fade: each one weighs `1 - 1 / answers_remembered` of the next one. What is compared is *off* once
 `different_min` comparisons (faded) went wrong and they are more than `share_max` of all that are remembered. It is well
 again after a run of comparisons that all went right, and then the past is forgotten. A fault that comes and goes would
-turn it to and fro: each relapse doubles the run that is asked for, up to `RUN_MAX`, until `CALM_RUN` went right.
+turn it to and fro: each relapse doubles the run that is asked for, up to `run_max`, until `CALM_RUN` went right.
 """
 
 from dataclasses import dataclass
 
-RUN_MAX = 1_280
 CALM_RUN = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When differences are too many, and how long a run of equal comparisons takes that back."""
+    """When differences are too many, and how long a run of equal comparisons takes that back: at first, and at most."""
 
     answers_remembered: float
     different_min: float
     share_max: float
     run_needed: int
+    run_max: int
 
 
-TOKEN_COUNTS = Limits(answers_remembered=500.0, different_min=3.0, share_max=0.01, run_needed=20)
+TOKEN_COUNTS = Limits(answers_remembered=500.0, different_min=3.0, share_max=0.01, run_needed=20, run_max=1_280)
 """Three differences of the first ones, or six in a row after thousands that were equal; one or two never."""
-CHUNK_IDS = Limits(answers_remembered=50.0, different_min=5.0, share_max=0.5, run_needed=5)
+CHUNK_IDS = Limits(answers_remembered=50.0, different_min=5.0, share_max=0.5, run_needed=5, run_max=20)
 """Evictions and announcements that are late look like differences, so half of the looks must find nothing. A chunk that
-is found proves its ids: few are needed."""
+is found proves its ids: few are needed, and of more in a row some would be evicted, so that they never came."""
 
 
 class Tally:
@@ -49,7 +49,7 @@ class Tally:
         self.compared += 1
         self.different += not is_same
         if self.is_off:
-            if self._run >= min(self._limits.run_needed << self._relapses, RUN_MAX):
+            if self._run >= min(self._limits.run_needed << self._relapses, self._limits.run_max):
                 self._recover()
         elif self._is_too_much():
             self.is_off, self._run = True, 0
@@ -64,6 +64,6 @@ class Tally:
 
     def _recover(self) -> None:
         self.is_off = False
-        self._relapses = min(self._relapses + 1, RUN_MAX.bit_length())
+        self._relapses = min(self._relapses + 1, self._limits.run_max.bit_length())
         self._weight = self._different_weight = 0.0
         self._run = 0

@@ -1,18 +1,24 @@
 """Models' folders on the gateway's machine: found, read as the engine would, watched."""
 
+import asyncio
 import json
 import os
+import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import pytest
 
 from gateway.config import EngineConfig
+from gateway.encoding import local_models
 from gateway.encoding.files import TokenizerFiles
-from gateway.encoding.local_model import read_local_model
-from gateway.encoding.local_models import LocalModels, find_folder, look
+from gateway.encoding.local_model import LocalModel, read_local_model
+from gateway.encoding.local_models import RETRY_POLLS, LocalModels, Look, find_folder, look
 from gateway.encoding.model_files import ModelFiles
+from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import PIPELINES
 from tests.test_two_renderers import CONTENTS
 
@@ -43,6 +49,17 @@ def test_a_class_that_works_as_its_file_says_is_read_without_transformers(tmp_pa
     model = read_local_model(model_folder(tmp_path), "sglang")
     assert model.renderer == "sglang"
     assert json.loads(model.contents["tokenizer.json"]) == PIPELINES["gemma"]()
+
+
+def test_another_major_version_of_transformers_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("transformers")
+    old.__dict__["__version__"] = "4.57.1"
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    assert (
+        json.loads(read_local_model(model_folder(tmp_path), "vllm").contents["tokenizer.json"]) == PIPELINES["gemma"]()
+    )
+    with pytest.raises(ValueError, match="transformers 5 isn't installed"):
+        read_local_model(model_folder(tmp_path, tokenizer_class="GPT2Tokenizer"), "vllm")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +121,13 @@ def test_a_hub_id_is_found_in_the_cache_and_follows_its_reference(
 
 
 @pytest.mark.parametrize(
-    "name", ["org/absent", "org/name@absent", "name", "../etc/passwd", "org/../name", "a/b/c", "@"]
+    "name",
+    ["~nobody-of-this-name/x", "org/absent", "org/name@absent", "name", "../etc/passwd", "org/../name", "a/b/c", "@"],
 )
 def test_what_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     hub(tmp_path)
-    with pytest.raises(ValueError, match=r"neither a folder|nothing is downloaded"):
+    with pytest.raises(ValueError, match=r"neither a folder|nothing is downloaded|home directory"):
         find_folder(name)
 
 
@@ -124,6 +142,12 @@ def test_a_change_of_any_file_that_counts_is_seen(tmp_path: Path) -> None:
         seen = look(tmp_path)
     os.utime(tmp_path / "tokenizer.json", (1, 1))
     assert look(tmp_path) != seen
+
+
+def test_a_link_that_leads_nowhere_is_no_file(tmp_path: Path) -> None:
+    seen = look(model_folder(tmp_path))
+    (tmp_path / "tokenizer.model").symlink_to("../../blobs/absent")
+    assert look(tmp_path) == seen
 
 
 class Reading:
@@ -190,3 +214,51 @@ async def test_a_folder_that_is_not_there_yet_is_taken_when_it_is(tmp_path: Path
     for _ in range(2):
         await reading.look()
     assert len(reading.wanted) == 1
+
+
+async def test_a_folder_that_could_not_be_read_for_want_of_a_process_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Exception] = [BlockingIOError("no more processes"), ValueError("not now")]
+
+    async def read(folder: Path, kind: str) -> LocalModel:
+        if failures:
+            raise failures.pop(0)
+        return LocalModel(kind, CONTENTS)
+
+    monkeypatch.setattr(local_models, "read_apart", read)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    reading = Reading(tmp_path, set())
+    for said in ("no more processes", "not now", "loading"):
+        for _ in range(RETRY_POLLS + 1):
+            await reading.look()
+        assert said in str(reading.models.state("e:1"))
+    assert len(reading.wanted) == 1
+
+
+async def test_a_file_system_that_does_not_answer_holds_up_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, hung = threading.Event(), model_folder(tmp_path / "hung")
+    looks_as_ever = local_models.look
+
+    def look_or_hang(folder: Path) -> Look:
+        if folder == hung:
+            answers.wait()
+        return looks_as_ever(folder)
+
+    monkeypatch.setattr(local_models, "look", look_or_hang)
+    engines = [
+        EngineConfig(url=f"http://{name}:1", tokenizer=str(model_folder(tmp_path / name)), kind="sglang")
+        for name in ("hung", "well")
+    ]
+    async with httpx.AsyncClient() as client:
+        models = LocalModels(engines, TokenizerFiles(tmp_path / "cache", client), lambda files: True)
+        watching = asyncio.create_task(models.run())
+        try:
+            await eventually(lambda: models.files_of("well:1") is not None)
+            assert models.files_of("hung:1") is None
+        finally:
+            answers.set()
+            watching.cancel()
+            await asyncio.wait({watching})

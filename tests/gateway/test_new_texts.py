@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from gateway.encoding.piece_learner import TEXTS_WAITING_MAX, PieceLearner
 from gateway.encoding.prompt_tokenizer import CachedPieces, Shared
 from gateway.encoding.self_check import SelfCheck
 from gateway.encoding.token_lengths import TokenLengths
+from gateway.encoding.tokenizer import FastokensBackend
 from gateway.metrics import GatewayMetrics
 from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import PIPELINES, smollm2_content
@@ -82,7 +84,9 @@ def test_a_text_of_which_much_was_seen_is_not_new(smollm2: Tokenizer) -> None:
 
 def test_where_only_the_beginning_has_a_space_before_it_that_alone_goes_through_the_reference() -> None:
     mistral = load("mistral", json.dumps(PIPELINES["mistral"]()).encode())
-    assert (mistral.whole.name, mistral.rest.name) == ("tokenizers", "fastokens")
+    assert mistral.whole.name == "tokenizers"
+    # Not what would be chosen: it is wrong for texts like <0x0A>, as this small vocabulary lacks an "A".
+    mistral = replace(mistral, rest=FastokensBackend(mistral.pipeline.without_prefix))
     encoder, text = mistral.encoder(CACHE_BYTES), document("tides")
     new = encoder.encode_at_once(text)
     assert 0 < new.opening_chars < 200

@@ -11,6 +11,7 @@ import pytest
 
 from bench.encoding.fuzz import Tokenizer, fuzz, load
 from directory.chunks import pack_tokens
+from gateway.encoding.added_tokens import AddedToken, AddedTokenSplitter
 from gateway.encoding.cuts import LETTERS, RULES, CutRule, CutRules, Cutter
 from gateway.encoding.examination import examine, proven_depth
 from gateway.encoding.piece_encoder import Depth, PieceEncoder
@@ -99,6 +100,15 @@ def test_of_nested_tokens_the_longest_splits() -> None:
     assert encoder.encode("<|x|>") == pack_tokens([ids["<|x|>"]])
     assert encoder.encode("<|x|>y")[:4] == pack_tokens([ids["<|x|>"]])
     assert encoder.encode("<|<|x|>") == pack_tokens([ids["<|"], ids["<|x|>"]])
+
+
+def test_a_million_spaces_before_a_token_that_takes_them_are_split_off_at_once() -> None:
+    splitter = AddedTokenSplitter(
+        [AddedToken("<|end|>", 7, strips_before=True, strips_after=True, is_normalized=False)]
+    )
+    spaces = " \u3000" * 500_000  # looked at from each of them, they would take hours
+    end = ("<|end|>", pack_tokens([7]), False)
+    assert splitter.split(f"{spaces}a{spaces}<|end|>{spaces}b") == [(f"{spaces}a", None, True), end, ("b", None, False)]
 
 
 def test_only_what_is_new_is_encoded(tokenizer: Tokenizer) -> None:
@@ -222,3 +232,12 @@ UNCUT["another expression"]["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Reg
 @pytest.mark.parametrize("case", UNCUT)
 def test_gaps_are_not_cut_where_their_split_is_not_known_to_the_letter(case: str) -> None:
     assert read_pipeline(json.dumps(UNCUT[case])).family is None
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral"])
+def test_a_backend_that_takes_a_text_for_a_byte_is_not_used(name: str) -> None:
+    pipeline = PIPELINES[name]()
+    assert "A" not in pipeline["model"]["vocab"], "where it isn't, fastokens takes the text <0x0A> for the byte 10"
+    verdict = examine(json.dumps(pipeline).encode())
+    assert verdict.parts is not None
+    assert (verdict.backend, verdict.parts.backend, verdict.parts.depth) == ("tokenizers", "tokenizers", Depth.PIECES)

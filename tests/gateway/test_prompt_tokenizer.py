@@ -1,6 +1,7 @@
 """Prompts are encoded off the loop, and only what is new; a wrong sample is noticed, counted, and ends the cuts."""
 
 import asyncio
+import itertools
 import json
 import logging
 import threading
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from bench.encoding.fuzz import Tokenizer, load
 from directory.chunks import pack_tokens
 from gateway.encoding.cuts import Cutter
 from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
-from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, Encoder
+from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, RENDERED_INLINE_MESSAGES_MAX, Encoder
+from gateway.encoding.examination import examine
 from gateway.encoding.examiner import examine_apart
 from gateway.encoding.piece_encoder import Depth, PartialEncoding, PieceEncoder
 from gateway.encoding.prompt_tokenizer import (
@@ -28,11 +31,13 @@ from gateway.encoding.render import ReferenceRenderer
 from gateway.encoding.rendering import Rendered
 from gateway.encoding.self_check import SAMPLE_SHARE, SelfCheck
 from gateway.encoding.tokenizer import FastokensBackend, HuggingFaceBackend
-from gateway.openai_schema import COMPLETIONS, InferenceRequest, parse_request
+from gateway.openai_schema import CHAT, COMPLETIONS, InferenceRequest, parse_request
 from tests.gateway.assembly import eventually
 from tests.gateway.pipelines import smollm2_content
 
 LOOP_THREAD = threading.main_thread().name
+SPELLED_0X04 = "\u0104"
+"""How byte-level vocabularies write the byte 4."""
 SECRET = "a secret that no log may hold"
 
 
@@ -130,8 +135,12 @@ async def test_a_large_request_is_rendered_in_a_thread(pool: EncodePool) -> None
     for size in (RENDERED_INLINE_BYTES_MAX // 2, RENDERED_INLINE_BYTES_MAX):
         request = parse_request(COMPLETIONS, b'{"model": "m", "prompt": "%s"}' % (b"x" * size))
         assert (await encoder.encode(request, 8192)).prompt_tokens == len("a prompt")
-    assert renderer.threads[0] == LOOP_THREAD
-    assert renderer.threads[1].startswith("encode")
+    message = b'{"role":"user","content":"x"}'
+    for messages in (RENDERED_INLINE_MESSAGES_MAX, RENDERED_INLINE_MESSAGES_MAX + 1):
+        request = parse_request(CHAT, b'{"model":"m","messages":[%s]}' % b",".join([message] * messages))
+        assert (await encoder.encode(request, 8192)).prompt_tokens == len("a prompt")
+    assert renderer.threads[::2] == [LOOP_THREAD] * 2
+    assert all(thread.startswith("encode") for thread in renderer.threads[1::2])
 
 
 async def test_a_long_text_of_small_pieces_is_looked_up_in_a_thread(
@@ -195,6 +204,20 @@ async def test_a_wrong_sample_ends_the_cuts_then_the_segments_and_is_counted_wit
         await asyncio.wait({running})
     assert "at token 28 of 29" in caplog.text
     assert SECRET not in caplog.text
+
+
+async def test_two_wrong_samples_of_one_depth_end_the_cuts_alone(pool: EncodePool, smollm2: Tokenizer) -> None:
+    mismatches = Mismatches()
+    check = SelfCheck(pool, mismatches, draw=lambda: 0.0)
+    tokenizer, encoder = pieces_of(smollm2, ByteBackend(), pool, check)
+    encoder.cache.put(SECRET, False, pack_tokens([7]))
+    for _ in range(2):
+        await tokenizer.encode(SECRET, False)
+    running = asyncio.create_task(check.run())
+    await eventually(lambda: mismatches.count == 2)
+    running.cancel()
+    await asyncio.wait({running})
+    assert encoder.depth is Depth.SEGMENTS
 
 
 async def test_a_right_sample_changes_nothing(pool: EncodePool, smollm2: Tokenizer) -> None:
@@ -263,3 +286,13 @@ async def test_a_vocabulary_that_lacks_a_byte_is_encoded_by_the_reference_which_
         == reference.encode("a\x1db")
         == reference.encode("a") + reference.encode("b")
     )
+
+
+def test_any_one_byte_that_a_vocabulary_lacks_is_found_out() -> None:
+    pipeline = json.loads(smollm2_content())
+    pipeline["pre_tokenizer"] = pipeline["pre_tokenizer"]["pretokenizers"][-1]  # as the model's vLLM has it
+    vocabulary: dict[str, int] = pipeline["model"]["vocab"]
+    unused = itertools.count(len(vocabulary))
+    for spelling in set(ByteLevel.alphabet()) - vocabulary.keys() - {SPELLED_0X04}:
+        vocabulary[spelling] = next(unused)
+    assert examine(json.dumps(pipeline).encode()).backend == "tokenizers", "fastokens refuses a text that holds it"

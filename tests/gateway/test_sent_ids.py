@@ -333,6 +333,23 @@ async def test_an_engine_that_was_unwell_or_went_elsewhere_is_probed_anew() -> N
             assert not gateway.probe.takes(view, CHAT)
 
 
+async def test_an_engine_whose_prompts_are_encoded_by_other_files_is_probed_anew() -> None:
+    async with MockEngine("a", count_ids) as engine:
+        async with gateway_for([engine], renderer="sglang", sends_ids=True) as gateway:
+            await gateway.probe.probe_all()
+            view = gateway.fleet.table.engines["a"]
+            assert view.registration is not None
+            files = {**view.registration.tokenizer_files, "tokenizer.json": "0" * 64}
+            changed = replace(view, registration=replace(view.registration, tokenizer_files=files))
+            assert gateway.probe.takes(view, CHAT)
+            assert not gateway.probe.takes(changed, CHAT), "these ids may be none of the engine's"
+            gateway.probe.see(FleetTable({"a": changed}, {}))
+            assert not gateway.probe.takes(changed, CHAT)
+            await gateway.probe.probe_all()
+            assert gateway.probe.takes(changed, CHAT)
+            assert not gateway.probe.takes(view, CHAT)
+
+
 async def test_sent_ids_give_a_real_engines_same_answer(client: httpx.AsyncClient, tmp_path: Path) -> None:
     asked = {"model": MODEL, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "prompt": "hello world"}
     async with real_engine(tmp_path) as (url, encoder):

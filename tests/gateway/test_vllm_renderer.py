@@ -159,3 +159,17 @@ def test_a_template_that_moves_images_to_the_front_is_known_up_to_there() -> Non
     )
     rendered = VllmRenderer(templates(source)).render(conversation({"type": "text", "text": "a"}, IMAGE))
     assert rendered.text == "<s>start"
+
+
+@pytest.mark.parametrize(
+    ("escaped", "shown"),
+    [(r"\ud83d\ude00", "\U0001f600"), (r"\ud83d", None), (r"\udE00\ud83d", None), (r"\u00e9", "\xe9")],
+)
+def test_half_a_pair_in_a_calls_arguments_is_left_to_the_engine(escaped: str, shown: str | None) -> None:
+    function = {"name": "f", "arguments": f'{{"a": "{escaped}"}}'}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = text_of(
+        VllmRenderer(templates("{{ messages[1].tool_calls[0].function.arguments.a }}")), CHAT, {"messages": messages}
+    )
+    assert text == shown

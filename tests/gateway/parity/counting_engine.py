@@ -1,5 +1,6 @@
 """An engine that renders and counts by itself, apart from the gateway, and can be told to do it in another way."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -10,11 +11,14 @@ from tests.gateway.mock_engine import MockEngine
 
 class Counting:
     """Renders as `assembly.TEMPLATE` says, one token a byte; with a template argument that is set in its launch line,
-    it puts something before all messages that the gateway doesn't know of.
+    it puts something before all messages that the gateway doesn't know of. Answers only while it `may_answer`.
     """
 
     def __init__(self) -> None:
         self.argument = ""
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.waiting = 0
 
     def rendered(self, fields: dict[str, Any]) -> str:
         if "prompt" in fields:
@@ -23,6 +27,9 @@ class Counting:
         return self.argument + turns
 
     async def __call__(self, engine: MockEngine, request: Any, fields: dict[str, Any]) -> Any:
+        self.waiting += 1
+        await self.may_answer.wait()
+        self.waiting -= 1
         usage = {"prompt_tokens": len(self.rendered(fields).encode()), "completion_tokens": 1}
         if not fields.get("stream"):
             message = {"role": "assistant", "content": "ok"}

@@ -1,5 +1,6 @@
 """A template argument that the gateway doesn't know of: its requests lose belief, and get it back after the fix."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
+from directory.members import draw_incarnation
 from directory.tiers import Tier
 from gateway.openai_schema import CHAT, COMPLETIONS
-from tests.gateway.assembly import TestGateway, gateway_for, serving
+from tests.gateway.assembly import TERM_S, TestGateway, eventually, gateway_for, serving
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.parity.counting_engine import Counting
-from tests.gateway.samples import MODEL
+from tests.gateway.samples import ENGINE_LOAD, MODEL
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 LONG = "a long shared prefix " * 20
@@ -133,6 +135,24 @@ async def test_while_one_engine_drifts_the_others_hits_are_believed() -> None:
             await gateway.fleet.check_health()
         await client.post(gateway.url + CHAT, json=body)
         assert gateway.count("warmroute_degraded_total", reason="approximate") == counted, "nobody asks it any more"
+
+
+async def test_an_answer_that_was_begun_in_another_life_says_nothing_of_this_one(stand: Stand) -> None:
+    gateway, counting = stand.gateway, stand.counting
+    counting.argument = "/no_think;"
+    counting.may_answer.clear()
+    late = [asyncio.create_task(stand.ask(stream=True)) for _ in range(5)]
+    await eventually(lambda: counting.waiting == len(late))
+    (engine,) = gateway.fleet.table.engines.values()
+    assert engine.registration is not None
+    life = draw_incarnation()
+    await gateway.directory.retire(gateway.lives["a"])
+    await gateway.directory.register(life, engine.registration, ENGINE_LOAD, TERM_S)
+    await gateway.fleet.refresh()
+    counting.may_answer.set()
+    await asyncio.gather(*late)
+    assert gateway.count("warmroute_parity_total", kind="usage", result="mismatch") == len(late)
+    assert (await stand.parity())["buckets"] == []
 
 
 async def test_requests_whose_engine_counts_other_things_are_left_out(stand: Stand) -> None:

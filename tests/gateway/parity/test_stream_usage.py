@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from directory.placements import Reach
 from gateway.events import whole_events
-from gateway.openai_schema import CHAT, COMPLETIONS, RESPONSES, parse_request
-from gateway.parity.stream_usage import StreamUsage, UsageFilter
+from gateway.fleet import EngineView
+from gateway.openai_schema import CHAT, COMPLETIONS, RESPONSES, InferenceRequest, parse_request
+from gateway.parity.stream_usage import REMEMBERED_S, StreamUsage, UsageFilter
 from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import gateway_for
 from tests.gateway.mock_engine import MockEngine
@@ -26,6 +29,7 @@ USAGE_EVENTS = [
     b'data: {"id": "x", "choices": [], "usage": %b}\r\n\r\n' % USAGE,
     b'id: 7\nevent: usage\ndata: {"choices":[],\ndata: "usage":%b}\n\n' % USAGE,
     b'data:{"usage":%b,"choices":[]}\n\n' % USAGE,
+    b'data: {"choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":null}}\n\n',
 ]
 OTHER_EVENTS = [
     b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n',
@@ -36,6 +40,7 @@ OTHER_EVENTS = [
     b'data: {"choices":[],"prompt_filter_results":[]}\n\n',
     b'data: {"choices":[],"usage":{"prompt_tok\n\n',
     b'data: {"x":{"choices":[]},"usage":%b}\n\n' % USAGE,
+    b'data: {"choices":[],"usage":"17 tokens"}\n\n',
     b": ping\n\n",
     b'data: {"error":{"message":"choices\\":[]"}}\n\n',
 ]
@@ -64,7 +69,7 @@ def test_usage_events_go_and_every_other_byte_stays_however_they_are_cut(events:
     assert asyncio.run(filtered(pieces)) == wanted
 
 
-@pytest.mark.parametrize("event", USAGE_EVENTS, ids=["vllm", "spaces and CRLF", "several lines", "no space"])
+@pytest.mark.parametrize("event", USAGE_EVENTS, ids=["vllm", "spaces and CRLF", "several lines", "no space", "wrong"])
 def test_usage_that_ends_a_stream_without_a_terminator_goes_too(event: bytes) -> None:
     assert asyncio.run(filtered([FIRST + event.rstrip()])) == FIRST
 
@@ -74,6 +79,8 @@ def test_an_engine_that_tells_usage_all_along_is_left_alone() -> None:
     stream = always + USAGE_EVENTS[0] + DONE
     assert asyncio.run(filtered([stream])) == stream
     assert asyncio.run(filtered([always, USAGE_EVENTS[0], DONE])) == stream
+    ping = b": ping\n\n"
+    assert asyncio.run(filtered([ping, ping + stream])) == ping * 2 + stream
 
 
 @pytest.mark.parametrize(
@@ -85,7 +92,7 @@ def test_an_engine_that_tells_usage_all_along_is_left_alone() -> None:
     ids=["large numbers", "white space"],
 )
 def test_the_field_is_put_in_and_no_other_byte_changes(body: bytes) -> None:
-    sent = StreamUsage().body_for(parse_request(CHAT, body), view("a"))
+    sent = StreamUsage(lambda: 0.0).body_for(parse_request(CHAT, body), view("a"))
     assert sent.replace(b'"stream_options":{"include_usage":true},', b"", 1) == body
     assert orjson.loads(sent)["stream_options"] == {"include_usage": True}
 
@@ -106,7 +113,7 @@ def test_where_the_client_decided_or_the_api_tells_it_anyway_nothing_is_asked(
 ) -> None:
     prompt = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"}
     request = parse_request(endpoint, orjson.dumps({"model": MODEL, **prompt, **fields}))
-    assert StreamUsage().body_for(request, view("a")) is request.body
+    assert StreamUsage(lambda: 0.0).body_for(request, view("a")) is request.body
 
 
 class Streams:
@@ -171,3 +178,42 @@ async def test_a_bad_request_is_told_in_the_engines_words_and_teaches_nothing() 
             assert answer.status_code == (400 if temperature else 200)
         # The first one might have been refused for the question; the last one can't have been.
         assert [b"stream_options" in body for body, _ in engine.received] == [True, False, True, True]
+
+
+@dataclass
+class Said:
+    status: int
+
+    def close(self) -> None:
+        pass
+
+
+class Place:
+    """Where one engine answers after another; `asked` tells which requests asked for usage."""
+
+    def __init__(self) -> None:
+        self.takes, self.asked = True, list[bool]()
+
+    async def __call__(self, request: InferenceRequest) -> Any:
+        self.asked.append(b"stream_options" in request.body)
+        return Said(200 if self.takes or not self.asked[-1] else 400)
+
+
+async def test_an_engine_without_an_agent_may_be_another_at_any_time() -> None:
+    now, engine = [1000.0], Place()
+    reach = Reach("a", frozenset(), frozenset())
+    usage, seen = StreamUsage(lambda: now[0]), EngineView("a", "http://e:1", (MODEL,), None, "", reach, None)
+    request = parse_request(CHAT, orjson.dumps(chat()))
+
+    async def ask() -> tuple[int, bool]:
+        answer, is_asked = await usage.send(request, seen, engine)
+        return answer.status, is_asked
+
+    assert await ask() == (200, True)
+    engine.takes = False
+    assert await ask() == (200, False), "what came in its place refuses the question, and no request is lost"
+    assert await ask() == (200, False)
+    engine.takes = True
+    now[0] += REMEMBERED_S
+    assert await ask() == (200, True), "no refusal is believed for ever"
+    assert engine.asked == [True, True, False, False, True]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.parity.tally import CALM_RUN, CHUNK_IDS, RUN_MAX, TOKEN_COUNTS, Limits, Tally
+from gateway.parity.tally import CALM_RUN, CHUNK_IDS, TOKEN_COUNTS, Limits, Tally
 
 BOTH = pytest.mark.parametrize("limits", [TOKEN_COUNTS, CHUNK_IDS], ids=["token counts", "ids"])
 
@@ -66,7 +66,15 @@ def test_what_comes_and_goes_must_be_well_for_longer_each_time() -> None:
             tally.add(False)
         runs.append(next(number for number in range(1, 10_000) if tally.add(True) or not tally.is_off))
     assert runs[:3] == [20, 40, 80]
-    assert runs[-1] == RUN_MAX
+    assert runs[-1] == TOKEN_COUNTS.run_max
+
+
+def test_chunks_that_are_often_evicted_do_not_keep_a_bucket_off_for_ever() -> None:
+    choose, tally = random.Random(7), Tally(CHUNK_IDS)
+    for _ in range(12):  # a burst that evicts nearly all before they are looked for, and an hour after it
+        after_burst = [tally.add(False) or tally.is_off for _ in range(60)]
+        assert after_burst[-1]
+        assert any(tally.add(choose.random() < 0.8) or not tally.is_off for _ in range(3_600))
 
 
 def test_a_calm_time_makes_up_for_relapses() -> None:
