@@ -1,6 +1,7 @@
 """How properties are searched: anew on every machine, and the same way each time in CI, where a verdict must repeat."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,21 @@ pytest.register_assert_rewrite("tests.directory.contract")
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeat", settings.get_profile("search"), derandomize=True)
 settings.load_profile("repeat" if os.environ.get("CI") else "search")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """Garbage may be collected while a text is read to the depth where nothing can be called any more.
+
+    A finalizer that fails there, such as an event loop's of an earlier test, is no fault of the test that read it.
+    """
+    said = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(unraisable.exc_type, RecursionError):
+            said(unraisable)
+
+    sys.unraisablehook = hook
 
 
 CERTIFICATE_END = "-----END CERTIFICATE-----\n"
