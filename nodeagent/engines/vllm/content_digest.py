@@ -30,6 +30,12 @@ class HashingStopped(Exception):
     """The engine ends; the digest isn't wanted any more."""
 
 
+def digests_folder() -> Path:
+    """Where digests of large files are kept: `$XDG_CACHE_HOME/warmroute/digests`, or below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "warmroute" / "digests"
+
+
 def model_files(folder: Path) -> list[Path]:
     """The weight and settings files of a model's folder, by name. Raises `ContentUnknown` without weights."""
     files = sorted(path for path in _files(folder) if _shapes_kv(path))

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
@@ -20,7 +19,7 @@ from directory.chunks import foreign_storage_key
 from nodeagent.client import ChunkClient
 from nodeagent.engines.vllm.chunk_transfers import ChunkRow, ChunkTransfers, FinishedJob
 from nodeagent.engines.vllm.connector import ADAPTER_REQUESTS, WEIGHTS, description
-from nodeagent.engines.vllm.content_digest import ContentUnknown, HashingStopped
+from nodeagent.engines.vllm.content_digest import ContentUnknown, HashingStopped, digests_folder
 from nodeagent.engines.vllm.description import KvLayout, describe_engine, seconds_per_chunk
 from nodeagent.engines.vllm.launch_arguments import HARMLESS_VARIABLES, configuration_digest
 from nodeagent.engines.vllm.loaded_files import LoadedFiles, process_started_at
@@ -132,7 +131,7 @@ class WarmrouteTier(SecondaryTierManager):
             if tokenizer.pipeline is None:
                 logger.warning("warmroute: prompts of text can't be routed by prefix: %s", tokenizer.reason)
             hello = describe_engine(
-                vllm_config, settings, self._layout, cache_folder(), loaded, tokenizer, self._is_closing.is_set
+                vllm_config, settings, self._layout, digests_folder(), loaded, tokenizer, self._is_closing.is_set
             )
             if self._is_closing.is_set():
                 return
@@ -233,12 +232,6 @@ def device_of(vllm_config: Any, block_tokens: int) -> str:
 
     model = vllm_config.model_config
     return f"cpu-{_get_attn_isa(model.dtype, block_tokens, model.get_head_size())}"
-
-
-def cache_folder() -> Path:
-    """Where digests of large files are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "warmroute" / "digests"
 
 
 def _as_result(finished: FinishedJob) -> JobResult:
