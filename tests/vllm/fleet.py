@@ -97,8 +97,9 @@ class AgentProcess(Process):
         return next((each for each in self.status()["engines"] if each["engine"] == name), {})
 
     def is_attached(self, name: str) -> bool:
+        """Whether the engine is there, and the memory that is made once it is."""
         with contextlib.suppress(httpx.HTTPError):
-            return bool(self.engine(name).get("is_connected"))
+            return bool(self.engine(name).get("is_connected") and self.status()["tiers"]["dram"]["slots"])
         return False
 
     def restart(self, *engines: str) -> None:
@@ -107,7 +108,6 @@ class AgentProcess(Process):
         self.start()
         until(lambda: all(map(self.is_attached, engines)), START_BOUND_S, "the engines are attached again")
         until(lambda: not self.status()["tiers"]["nvme"]["is_restoring"], START_BOUND_S, "the files are known again")
-        until(lambda: self.status()["tiers"]["dram"]["slots"], START_BOUND_S, "there is memory to read them into")
 
     def metric(self, name: str) -> float:
         lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
