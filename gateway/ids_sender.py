@@ -1,5 +1,7 @@
 """Sends requests on, with token ids where the engine takes them: what `ids_probe.py` has found, and nothing else."""
 
+from collections import Counter
+
 from gateway.encoding.encoder import Encoding
 from gateway.fleet import EngineView
 from gateway.ids_body import body_with_ids
@@ -9,7 +11,7 @@ from gateway.upstream import Answer, Headers, Upstream
 
 REFUSALS = frozenset({400, 422})
 TEXT_EVERY = 32
-"""One in so many requests goes as text though its engine takes ids: what the engine counts then is its own."""
+"""One in so many requests of an engine goes as text though it takes ids: what the engine counts then is its own."""
 
 
 class IdsSender:
@@ -17,7 +19,7 @@ class IdsSender:
 
     def __init__(self, upstream: Upstream, probe: IdsProbe) -> None:
         self._upstream, self._probe = upstream, probe
-        self._sent = 0
+        self._sent: Counter[str] = Counter()
 
     async def send(
         self, view: EngineView, path: str, headers: Headers, encoding: Encoding | None, request: InferenceRequest
@@ -45,5 +47,5 @@ class IdsSender:
         if encoding is None or not self._probe.takes(view, request.endpoint) or (files := view.files) is None:
             return None
         body = body_with_ids(request, files.renderer, encoding, view.context_tokens)
-        self._sent += body is not None
-        return None if self._sent % TEXT_EVERY == 0 else body
+        self._sent[view.engine] += body is not None
+        return None if self._sent[view.engine] % TEXT_EVERY == 0 else body

@@ -17,7 +17,7 @@ from gateway.encoding.encoder import Encoding
 from gateway.fleet import FleetTable
 from gateway.ids_body import body_with_ids
 from gateway.ids_probe import LONG_TEXT, RETRY_S, SHORT_TEXT
-from gateway.ids_sender import TEXT_EVERY
+from gateway.ids_sender import TEXT_EVERY, IdsSender
 from gateway.openai_schema import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, parse_request
 from tests.gateway import mock_engine as mock
 from tests.gateway.api_answers import PROMPTS
@@ -25,6 +25,7 @@ from tests.gateway.assembly import TestGateway, gateway_for
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.real_engine import real_engine
 from tests.gateway.samples import ENGINE_LOAD, MODEL, engine_registration
+from tests.gateway.views import view
 
 IDS = [5, 6, 7]
 PROBE_IDS = list(SHORT_TEXT.encode())
@@ -227,6 +228,31 @@ async def test_now_and_then_a_prompt_goes_as_text_so_that_a_drift_can_be_seen(cl
             await client.post(gateway.url + COMPLETIONS, json=body(COMPLETIONS))
         as_text = [ids_of(orjson.loads(content)) is None for content, _ in engine.received[asked:]]
         assert as_text == ([False] * (TEXT_EVERY - 1) + [True]) * 2
+
+
+class Upstream:
+    """Keeps which bodies were sent to whom."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+
+    async def send(self, url: str, headers: object, body: bytes, api_key: str | None) -> Any:
+        self.sent.append((url, body))
+        return SimpleNamespace(status=200)
+
+
+async def test_engines_that_take_turns_each_get_a_prompt_as_text_now_and_then() -> None:
+    """Counted together, one of two would get all texts, and the other's drift were never seen."""
+    upstream: Any = Upstream()
+    probe: Any = SimpleNamespace(takes=lambda view, endpoint: True)
+    sender = IdsSender(upstream, probe)
+    request = parse_request(COMPLETIONS, orjson.dumps({"model": MODEL, "prompt": "Once"}))
+    encoding = Encoding(pack_tokens([1, 2]), 2)
+    views = [replace(view(name), url=name) for name in ("a", "b")]
+    for _ in range(TEXT_EVERY):
+        for each in views:
+            await sender.send(each, "", [], encoding, request)
+    assert sorted(url for url, body in upstream.sent if body == request.body) == ["a", "b"]
 
 
 async def test_a_probe_without_a_verdict_is_repeated_ever_more_seldom() -> None:
