@@ -42,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog="warmroute agent")
         agent_command.add_arguments(parser)
         return agent_command.run_command(parser.parse_args(given[1:]))
+    if given[:1] == ["replay"]:
+        from warmroute import replay_command
+
+        parser = argparse.ArgumentParser(prog="warmroute replay")
+        replay_command.add_arguments(parser)
+        return replay_command.run_command(parser.parse_args(given[1:]))
     parser = argparse.ArgumentParser(
         prog="warmroute", description="Routes each LLM request to the engine where its prefix is already warm."
     )
@@ -53,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("directory", help="who is in the fleet, who holds a chunk")
     commands.add_parser("forget", help="remove chunks from every host's tiers (see warmroute forget --help)")
     commands.add_parser("doctor", help="what is wrong with a fleet, and how to mend it (see warmroute doctor --help)")
+    commands.add_parser(
+        "replay", help="a trace through the routing code, in simulated time (see warmroute replay --help)"
+    )
     keys.add_arguments(commands.add_parser("keys", help="the chunk keys of a prompt"))
     options = parser.parse_args(given)
     if options.command == "keys":

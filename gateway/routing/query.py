@@ -14,7 +14,8 @@ class Candidate:
 
     `rates` is `None` for an engine that has reported none. `wait_s` is the work booked ahead of this request,
     `prefills` how many requests on it haven't shown their first byte, `running` how many are open. `prompt_tokens` is
-    the prompt's length in tokens of its own, where they aren't the query's.
+    the prompt's length in tokens of its own, where they aren't the query's. Only policies for comparison look at the
+    last three: tokens still to be prefilled there, prompt tokens of its open requests, and what its GPU can hold.
     """
 
     engine: str
@@ -26,6 +27,9 @@ class Candidate:
     prefills: int = 0
     running: int = 0
     prompt_tokens: int | None = None
+    queued_tokens: int = 0
+    active_tokens: int = 0
+    kv_tokens_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,15 @@ class RoutingQuery:
     """One request and its candidates. `affinity` decides near ties, alike on every gateway (the first chunk key).
 
     `without_placements` says why nothing is known of who holds the prompt, where nothing is: affinity then decides
-    within a bound on load, and the reason is this text.
+    within a bound on load, and the reason is this text. `keys` are the prompt's chunk keys, for policies that remember
+    what they sent where.
     """
 
     prompt_tokens: int
     affinity: bytes
     candidates: tuple[Candidate, ...]
     without_placements: str = ""
+    keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

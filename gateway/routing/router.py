@@ -15,16 +15,16 @@ def route(query: RoutingQuery) -> RoutingDecision:
     """Rank the candidates of `query`, best first. Needs at least one."""
     assert query.candidates, "a query has candidates, or there is nothing to route"
     if query.without_placements:
-        return _route_by_affinity(query)
+        return route_by_affinity(query, query.without_placements)
     scores, price = score_all(query)
     best = min(score.score_s for score in scores)
     tie = best * (1 + NEAR_TIE_SHARE) + NEAR_TIE_S
     ranked = sorted(
         scores,
         key=lambda score: (
-            (0, -score.matched_tokens, _rendezvous(query.affinity, score.engine))
+            (0, -score.matched_tokens, rendezvous(query.affinity, score.engine))
             if score.score_s <= tie
-            else (1, score.score_s, b"")
+            else (1, score.score_s, rendezvous(query.affinity, score.engine))
         ),
     )
     return RoutingDecision(tuple(ranked), _reason(ranked), price)
@@ -40,7 +40,7 @@ def _reason(ranked: list[Score]) -> str:
     return "prefix" if ranked[0].matched_tokens == longest else "shorter-wait"
 
 
-def _route_by_affinity(query: RoutingQuery) -> RoutingDecision:
+def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
     """Bounded-load rendezvous hashing: replicas agree without placements, and most affinity survives.
 
     The candidates are taken in rendezvous order; those that carry more than `BOUND` times the mean (this request
@@ -51,12 +51,12 @@ def _route_by_affinity(query: RoutingQuery) -> RoutingDecision:
     mean = (1 + sum(each.running for each in query.candidates)) / len(query.candidates)
 
     def order(candidate: Candidate) -> tuple[bool, bytes]:
-        return candidate.running + 1 > max(1.0, BOUND * mean), _rendezvous(query.affinity, candidate.engine)
+        return candidate.running + 1 > max(1.0, BOUND * mean), rendezvous(query.affinity, candidate.engine)
 
     ranked = tuple(by_engine[each.engine] for each in sorted(query.candidates, key=order))
-    return RoutingDecision(ranked, query.without_placements, price)
+    return RoutingDecision(ranked, reason, price)
 
 
-def _rendezvous(affinity: bytes, engine: str) -> bytes:
+def rendezvous(affinity: bytes, engine: str) -> bytes:
     """Highest-random-weight hashing: the engine whose digest sorts first wins the key."""
     return hashlib.blake2b(affinity + engine.encode(), digest_size=8).digest()

@@ -1,0 +1,1 @@
+"""`warmroute replay`: a trace of requests through the real routing code and simulated engines, in simulated time."""

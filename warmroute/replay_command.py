@@ -1,0 +1,131 @@
+"""`warmroute replay`: how a policy and a choice of tiers would serve a trace, in simulated time."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gateway.routing.policies import POLICIES
+from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
+from warmroute.replay.report import report, table
+from warmroute.replay.simulation import replay
+from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace
+
+NODES_MAX = 4096
+BLOCKS_MAX = 10**8
+TIERS_DEFAULT, FLAWS_DEFAULT = TierBlocks(), Imperfection()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.description = "Replay a trace in Mooncake's format (digests only) through the real routing code."
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE", help="a file of JSON lines; - for stdin")
+    add("--policy", choices=POLICIES, default="seconds", help="how requests are routed (default seconds)")
+    add("--compare", metavar="P1,P2", help="several policies instead, a line each")
+    add("--nodes", type=_whole("nodes", 1, NODES_MAX), default=4, metavar="N", help="one engine each (default 4)")
+    add("--speed", type=_number("speed", above=0), default=1.0, metavar="X", help="arrivals X times as fast")
+    add("--half", choices=("all", "first", "second"), default="all", help="tune on the first, report on the second")
+    add("--model", choices=MODELS, default="8b", help="the model's shape and its accelerators (default 8b)")
+    for tier, least in (("gpu", 1), ("dram", 0), ("nvme", 0)):
+        blocks = getattr(TIERS_DEFAULT, tier)
+        check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
+        text = f"a node's {tier} tier in blocks of 512 tokens (default {blocks})"
+        add(f"--{tier}-blocks", type=check, default=blocks, metavar="N", help=text)
+    for flag, name, text in (
+        ("--announce-delay", "announce_delay_s", "seconds until a change in a tier is in the directory"),
+        ("--service-error", "service_error", "deviation of the logarithm of booked over expected service"),
+        ("--engine-spread", "engine_spread", "deviation of the logarithm of engines' speeds"),
+    ):
+        value = getattr(FLAWS_DEFAULT, name)
+        add(flag, type=_number(flag), default=value, metavar="X", dest=name, help=f"{text} (default {value})")
+    add(
+        "--prefill-chunk",
+        type=_whole("the chunk", 16, BLOCKS_MAX),
+        default=512,
+        metavar="N",
+        help="prompt tokens of one engine step, with which every running reply gets a token (default 512)",
+    )
+    add("--slo-ttft", type=_number("the SLO", above=0), default=2.0, metavar="S", help="for goodput (default 2 s)")
+    add("--seed", type=int, default=0, help="of all errors; every policy meets the same ones")
+    add("--json", action="store_true", help="a JSON object a policy, in seconds, tokens and requests")
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Print the figures; trouble is one sentence on stderr, and 2."""
+    try:
+        requests = _requests(options)
+        policies = _policies(options)
+    except (TraceError, OSError, UnicodeDecodeError) as error:
+        print(f"warmroute replay: {error}", file=sys.stderr)
+        return 2
+    plan = FleetPlan(
+        nodes=options.nodes,
+        model=MODELS[options.model],
+        blocks=TierBlocks(options.gpu_blocks, options.dram_blocks, options.nvme_blocks),
+        imperfection=replace(
+            FLAWS_DEFAULT,
+            announce_delay_s=options.announce_delay_s,
+            service_error=options.service_error,
+            engine_spread=options.engine_spread,
+        ),
+        prefill_chunk_tokens=options.prefill_chunk,
+    )
+    reports = []
+    for policy in policies:
+        reports.append(report(policy, replay(requests, plan, policy, options.seed), options.slo_ttft))
+        if options.json:
+            print(json.dumps(reports[-1].as_json()), flush=True)
+    if not options.json:
+        print(table(reports))
+    return 0
+
+
+def _requests(options: argparse.Namespace) -> Sequence[TracedRequest]:
+    if str(options.trace) == "-":
+        requests = read_trace(sys.stdin)
+    else:
+        with options.trace.open(encoding="utf-8") as lines:
+            requests = read_trace(lines)
+    middle = len(requests) // 2
+    part = {"all": requests, "first": requests[:middle], "second": requests[middle:]}[options.half]
+    if not part:
+        raise TraceError(f"the {options.half} half of the trace holds no request")
+    return from_zero(part, options.speed)
+
+
+def _policies(options: argparse.Namespace) -> list[str]:
+    if not options.compare:
+        return [options.policy]
+    names = [name.strip() for name in options.compare.split(",") if name.strip()]
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown or not names:
+        known = ", ".join(POLICIES)
+        raise TraceError(f"--compare names policies among {known}; not {', '.join(unknown) or 'nothing'}")
+    return names
+
+
+class _Bounded:
+    """An option's type with bounds; argparse prints the sentence."""
+
+    def __init__(self, kind: type[int] | type[float], name: str, least: float, most: float, above: float) -> None:
+        self._kind, self._name, self._least, self._most, self._above = kind, name, least, most, above
+
+    def __call__(self, text: str) -> int | float:
+        try:
+            value = self._kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{self._name} must be a number, not {text!r}") from None
+        if not (self._least <= value <= self._most and value > self._above):
+            raise argparse.ArgumentTypeError(f"{self._name} is out of range: {text}")
+        return value
+
+
+def _whole(name: str, least: int, most: int) -> _Bounded:
+    return _Bounded(int, name, least, most, above=-1)
+
+
+def _number(name: str, above: float = -1) -> _Bounded:
+    return _Bounded(float, name, 0, 1e6, above)
