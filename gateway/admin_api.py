@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from directory.members import HostRegistration, Member, encode_registration
-from gateway.completion import Completion, Incoming, Prepared
+from gateway.completion import Completion
 from gateway.encoding_report import EncodingReport
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
@@ -20,6 +20,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
 from gateway.openai_schema import CHAT, COMPLETIONS, ENDPOINTS, RERANK, RESPONSES, SCORE, parse_request
 from gateway.parity.parity import Parity
+from gateway.preparation import Incoming, Prepared
 from gateway.routing.query import RoutingDecision, Score
 
 FIELD_ENDPOINTS = {"prompt": COMPLETIONS, "input": RESPONSES, "query": RERANK[0], "text_1": SCORE, "queries": SCORE}

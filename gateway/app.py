@@ -19,6 +19,7 @@ from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
+from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.local_models import LocalModels
@@ -35,8 +36,10 @@ from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
+from gateway.routing.policies import POLICIES
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 
@@ -85,7 +88,9 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        completion = Completion(fleet, prompts, lookup, ledger, sender, prefetcher, parity, metrics, clock, homes)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)

@@ -1,87 +1,31 @@
 """The story of a request: encode -> keys -> lookup -> route -> book -> hint -> forward -> settle. And nothing else."""
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
-from directory.costs import Rates, prefill_s
-from directory.identity import Scope
-from directory.placements import NO_MATCH
-from gateway.affinity import session_key
 from gateway.audit import StreamTail, Usage, is_json, read_usage
-from gateway.context_guard import refuse_too_long
-from gateway.encoding.encoder import Encoding
-from gateway.encoding.encoding_class import encoding_class
-from gateway.encoding.vllm_fields import XARGS, refuse_reserved
+from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
 from gateway.errors import ModelNotFound, NoEngineAvailable, UpstreamError, UpstreamTimeout, quoted
 from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_sender import IdsSender
-from gateway.ledger import Booking, Ledger
-from gateway.lookup import ChunkChain, ChunkLookup, Holders, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import RESPONSES, InferenceRequest
-from gateway.parity.parity import Parity, WatchedAnswer, without
-from gateway.prefetch import Prefetcher, hint_for
-from gateway.prompts import EncodedPrompt, Prompts
+from gateway.parity.parity import Parity, WatchedAnswer
+from gateway.preparation import Incoming, Preparation, Prepared
 from gateway.response_homes import ResponseHomes
-from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
-from gateway.routing.router import route
-from gateway.routing.seconds import NEUTRAL_FLOPS
+from gateway.routing.query import RoutingDecision, Score
 from gateway.sink import Sink
-from gateway.upstream import Answer, EngineFailed, Headers, WholeAnswer
+from gateway.upstream import Answer, EngineFailed, WholeAnswer
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A request as it arrived: what was read of it, its headers with a request id among them, and its query string."""
-
-    request: InferenceRequest
-    headers: Headers
-    arrived_at: float
-    query: bytes = b""
-    wants_explanation: bool = False
-
-    @property
-    def path(self) -> str:
-        """The path and query to ask an engine for."""
-        return f"{self.request.endpoint}?{self.query.decode('latin-1')}" if self.query else self.request.endpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """All that routing needs, however many attempts it takes. `keys` are what the first chain's chunks are named.
-
-    Of the engines in `approximate` it isn't believed that their token ids are these.
-    """
-
-    prompt: EncodedPrompt
-    affinity: bytes
-    holders: Holders
-    without_placements: str = ""
-    keys: tuple[bytes, ...] = ()
-    approximate: frozenset[str] = frozenset()
-
-    def encoding_class(self, view: EngineView | None) -> str:
-        """How well an engine's prompt is known: `exact`, `up-to`, `affinity`, or `approximate`: its answers differ."""
-        own = None if view is None else self.prompt.of(view)
-        known = "affinity" if own is None else encoding_class(own)
-        return "approximate" if known != "affinity" and view and view.engine in self.approximate else known
-
-    @property
-    def encoding(self) -> Encoding:
-        """The encoding that most is known of; an engine's own is `prompt.of(view)`."""
-        return self.prompt.best
 
 
 class Completion:
@@ -90,25 +34,23 @@ class Completion:
     def __init__(
         self,
         fleet: Fleet,
-        prompts: Prompts,
-        lookup: ChunkLookup,
-        ledger: Ledger,
+        preparation: Preparation,
+        dispatcher: Dispatcher,
         sender: IdsSender,
-        prefetcher: Prefetcher,
         parity: Parity,
+        homes: ResponseHomes,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
-        homes: ResponseHomes,
     ) -> None:
-        self._parity, self._homes = parity, homes
-        self._fleet, self._prompts, self._lookup, self._prefetcher = fleet, prompts, lookup, prefetcher
-        self._ledger, self._sender, self._metrics, self._clock = ledger, sender, metrics, clock
+        self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
+        self._sender, self._parity, self._homes = sender, parity, homes
+        self._metrics, self._clock = metrics, clock
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
         request = incoming.request
         views = self._serving(request.model)
-        prepared = await self._prepare(incoming, views)
+        prepared = await self._preparation.prepare(incoming, views)
         tried: set[str] = set()
         failure: EngineFailed | None = None
         words: WholeAnswer | None = None
@@ -116,7 +58,7 @@ class Completion:
             left = self._left(request, views, tried)
             if not left:
                 break
-            decision = self._route(prepared, left)
+            decision = self._dispatcher.decide(prepared, left)
             view = next(each for each in left if each.engine == decision.ranked[0].engine)
             if tried:
                 self._metrics.retries.inc()
@@ -164,83 +106,9 @@ class Completion:
     async def explain(self, incoming: Incoming) -> tuple[Prepared, RoutingDecision]:
         """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
         views = self._serving(incoming.request.model)
-        prepared = await self._prepare(incoming, views)
+        prepared = await self._preparation.prepare(incoming, views)
         home = self._homes.view_of(incoming.request, self._fleet.table)
-        return prepared, self._route(prepared, [home] if home else views)
-
-    async def _prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
-        request = incoming.request
-        if XARGS in request.fields and any(each.files and each.files.renderer.startswith("vllm") for each in views):
-            refuse_reserved(request.fields)
-        with self._stage("encode"):
-            prompt = await self._prompts.encode(request, views)
-        refuse_too_long(prompt, request, views, self._fleet.table.engines.values())
-        for shortfall in prompt.shortfalls:
-            self._metrics.degraded.labels(shortfall).inc()
-        if prompt.best.tokens is None:
-            home = self._homes.view_of(request, self._fleet.table)
-            reason = "response-affinity" if home else "session-affinity"
-            return Prepared(prompt, session_key(request, incoming.headers), Holders(), reason)
-        with self._stage("keys"):
-            chains = await self._lookup.chained(prompt.named(), Scope(salt=request.cache_salt))
-        approximate = self._parity.approximate(request, views)
-        with self._stage("lookup"):
-            asked, holders = [chain for chain in chains if prompt.may_be_held(chain)], Holders()
-            if asked and len(approximate) < len(views):
-                holders = without(await self._find_holders(asked, views, prompt.best.prompt_tokens), approximate)
-        if holders.degraded:
-            self._metrics.degraded.labels(holders.degraded).inc()
-        first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
-        affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
-        is_announced = any(chain.group.is_announced for chain in chains)
-        if first_key is None and not (prompt.best.is_whole and is_announced):
-            affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
-        unplaced = "" if holders.is_known else "directory-unavailable"
-        if len(approximate) == len(views):
-            unplaced = "approximate"
-        if not is_announced:
-            unplaced = "prefix-affinity" if first_key else "session-affinity"
-        return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
-
-    async def _find_holders(
-        self, chains: Sequence[ChunkChain], views: Sequence[EngineView], prompt_tokens: int
-    ) -> Holders:
-        if not any(chain.keys for chain in chains):
-            return Holders(is_known=True)
-        if not self._fleet.is_directory_known():
-            return Holders(is_known=False, degraded="directory_unavailable")
-        rates = views[0].rates or Rates(NEUTRAL_FLOPS)
-        expected_s = prefill_s(views[0].shape, rates, prompt_tokens)
-        started_at = self._clock()
-        holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
-        self._metrics.lookup.observe(self._clock() - started_at)
-        if holders.degraded in ("directory_unavailable", "gateway_late"):
-            self._metrics.directory_errors.labels("lookup").inc()
-        return holders
-
-    def _route(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
-        with self._stage("route"):
-            candidates = tuple(
-                Candidate(
-                    engine=view.engine,
-                    shape=view.shape,
-                    rates=view.rates,
-                    chunk_tokens=view.chunk_tokens,
-                    match=prepared.holders.matches.get(view.engine, NO_MATCH),
-                    wait_s=self._ledger.wait_s(view.engine),
-                    prefills=self._ledger.prefills(view.engine),
-                    running=self._ledger.running(view.engine),
-                    prompt_tokens=prepared.prompt.tokens_of(view),
-                )
-                for view in views
-            )
-            decision = route(
-                RoutingQuery(
-                    prepared.encoding.prompt_tokens, prepared.affinity, candidates, prepared.without_placements
-                )
-            )
-        self._metrics.decisions.labels(decision.reason).inc()
-        return decision
+        return prepared, self._dispatcher.decide(prepared, [home] if home else views)
 
     async def _attempt(
         self,
@@ -253,8 +121,7 @@ class Completion:
     ) -> EngineFailed | None:
         """Send the request to one engine. A failure before the client's first byte is returned, not raised."""
         request, score = incoming.request, decision.ranked[0]
-        booking = self._ledger.book(view.engine, score.service_s, request.stream)
-        self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
+        dispatch = self._dispatcher.send_off(prepared, decision, view, request.stream)
         answer: Answer | None = None
         own = prepared.prompt.of(view)
         watched = self._parity.watch(request, view, own)
@@ -266,7 +133,7 @@ class Completion:
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
-                    self._ledger.first_byte(booking)
+                    dispatch.first_byte()
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
                 body = await self._read_whole(answer) if is_refusal or not is_stream else None
             headers = answer.headers()
@@ -276,7 +143,7 @@ class Completion:
             if incoming.wants_explanation:
                 headers += explanation(decision, prepared.encoding_class(view))
             observe: Callable[[], None] = partial(self._observe_first_byte, incoming, prepared, score)
-            on_first_token = partial(self._note_first_token, booking, observe) if is_announced else None
+            on_first_token = partial(_note_first_token, dispatch, observe) if is_announced else None
             sink = self._homes.watched(request, sink, view.engine, on_first_token)
             if is_stream:
                 observe = _do_nothing if is_announced else observe
@@ -294,7 +161,7 @@ class Completion:
             if answer is not None:
                 answer.close()
             watched.release()
-            self._ledger.release(booking)
+            dispatch.release()
         return None
 
     @asynccontextmanager
@@ -387,10 +254,6 @@ class Completion:
         if failure.is_connection:
             self._fleet.note_failure(engine)
 
-    def _note_first_token(self, booking: Booking, observe: Callable[[], None]) -> None:
-        self._ledger.first_byte(booking)
-        observe()
-
     def _observe_first_byte(self, incoming: Incoming, prepared: Prepared, score: Score) -> None:
         usable = prepared.encoding.prompt_tokens
         cache = "miss" if not score.matched_tokens else "hit" if score.matched_tokens * 2 >= usable else "partial"
@@ -404,14 +267,6 @@ class Completion:
         if usage is not None and usage.cached_tokens is not None:
             self._metrics.cached_tokens.labels(model, "any", "reported").inc(usage.cached_tokens)
             self._metrics.prediction_error.observe(abs(usage.cached_tokens - score.matched_tokens))
-
-    @contextmanager
-    def _stage(self, stage: str) -> Iterator[None]:
-        started_at = self._clock()
-        try:
-            yield
-        finally:
-            self._metrics.routing.labels(stage).observe(self._clock() - started_at)
 
 
 def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, bytes]]:
@@ -431,3 +286,8 @@ def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, by
 
 def _do_nothing() -> None:
     """Nothing is to be done: there is no other engine to go to, or nothing to observe."""
+
+
+def _note_first_token(dispatch: Dispatch, observe: Callable[[], None]) -> None:
+    dispatch.first_byte()
+    observe()

@@ -1,6 +1,7 @@
 """The gateway's metrics. Labels are bounded: a model that isn't served counts as `other`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -135,6 +136,15 @@ class GatewayMetrics:
         )
         for result in ("warmed", "skipped", "dropped"):
             self.replies_warmed.labels(result)
+
+    @contextmanager
+    def stage(self, stage: str, clock: Callable[[], float]) -> Iterator[None]:
+        """Observe the seconds of a stage of routing, however it ends."""
+        started_at = clock()
+        try:
+            yield
+        finally:
+            self.routing.labels(stage).observe(clock() - started_at)
 
 
 class EngineGauges(Collector):

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from gateway.completion import Completion, Incoming
+from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.error_shapes import bug_answer, error_answer
 from gateway.errors import (
@@ -26,6 +26,7 @@ from gateway.errors import (
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import ENDPOINTS, parse_request
+from gateway.preparation import Incoming
 from gateway.stored_responses import StoredPath, StoredResponses, read_path
 from gateway.upstream import Headers
 

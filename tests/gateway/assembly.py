@@ -21,6 +21,7 @@ from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
+from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.local_models import LocalModels
@@ -38,8 +39,10 @@ from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
+from gateway.routing.policies import POLICIES
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
@@ -150,7 +153,9 @@ async def gateway_for(
         comparing = asyncio.create_task(parity.run())
         stack.callback(comparing.cancel)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        completion = Completion(fleet, prompts, lookup, ledger, sender, prefetcher, parity, metrics, clock, homes)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()

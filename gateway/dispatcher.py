@@ -1,0 +1,79 @@
+"""Dispatcher: chooses an engine for a prepared request, and keeps account of it from the choice to its end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from directory.placements import NO_MATCH
+from gateway.fleet import EngineView
+from gateway.ledger import Booking, Ledger
+from gateway.metrics import GatewayMetrics
+from gateway.prefetch import Prefetcher, hint_for
+from gateway.preparation import Prepared
+from gateway.routing.policies import Policy
+from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One request on its way to one engine; `release` has to be called however it ends."""
+
+    booking: Booking
+    ledger: Ledger
+
+    def first_byte(self) -> None:
+        """Its prefill is done; repeating it changes nothing."""
+        self.ledger.first_byte(self.booking)
+
+    def release(self) -> None:
+        """It is over; repeating it changes nothing."""
+        self.ledger.release(self.booking)
+
+
+class Dispatcher:
+    """Builds the candidates from all that is known of engines and their load, and asks the policy."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: Ledger,
+        prefetcher: Prefetcher,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy, self._ledger, self._prefetcher = policy, ledger, prefetcher
+        self._metrics, self._clock = metrics, clock
+
+    def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
+        """Rank `views`, of which there is at least one, for a request. Nothing is booked."""
+        with self._metrics.stage("route", self._clock):
+            decision = self._policy.route(
+                RoutingQuery(
+                    prompt_tokens=prepared.encoding.prompt_tokens,
+                    affinity=prepared.affinity,
+                    candidates=tuple(self._candidate(prepared, view) for view in views),
+                    without_placements=prepared.without_placements,
+                    keys=prepared.keys,
+                )
+            )
+        self._metrics.decisions.labels(decision.reason).inc()
+        return decision
+
+    def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
+        """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
+        score = decision.ranked[0]
+        booking = self._ledger.book(view.engine, score.service_s, is_streamed)
+        self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
+        return Dispatch(booking, self._ledger)
+
+    def _candidate(self, prepared: Prepared, view: EngineView) -> Candidate:
+        return Candidate(
+            engine=view.engine,
+            shape=view.shape,
+            rates=view.rates,
+            chunk_tokens=view.chunk_tokens,
+            match=prepared.holders.matches.get(view.engine, NO_MATCH),
+            wait_s=self._ledger.wait_s(view.engine),
+            prefills=self._ledger.prefills(view.engine),
+            running=self._ledger.running(view.engine),
+            prompt_tokens=prepared.prompt.tokens_of(view),
+        )
