@@ -9,13 +9,27 @@ from directory.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
+class PeerExtension:
+    """What another host's agent can add to a candidate's own match: the chunks after it, up to `chunks` from the start.
+
+    `address` is that agent's (`host:port`); the chunks come at `bytes_per_s`, after `fixed_s` seconds.
+    """
+
+    address: str
+    chunks: int
+    bytes_per_s: float
+    fixed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """An engine that may serve the request.
 
     `rates` is `None` for an engine that has reported none. `wait_s` is the work booked ahead of this request,
     `prefills` how many requests on it haven't shown their first byte, `running` how many are open. `prompt_tokens` is
-    the prompt's length in tokens of its own, where they aren't the query's. Only policies for comparison look at the
-    last three: tokens still to be prefilled there, prompt tokens of its open requests, and what its GPU can hold.
+    the prompt's length in tokens of its own, where they aren't the query's. `queued_tokens` are still to be prefilled
+    there, `active_tokens` are the prompt tokens of its open requests, and `kv_tokens_max` is what its GPU can hold.
+    `peer` is the other host that can lengthen its match furthest.
     """
 
     engine: str
@@ -30,6 +44,7 @@ class Candidate:
     queued_tokens: int = 0
     active_tokens: int = 0
     kv_tokens_max: int | None = None
+    peer: PeerExtension | None = None
 
 
 @dataclass(frozen=True, slots=True)
