@@ -19,6 +19,8 @@ looked at after each read, so the last one may exceed it."""
 BODY_BYTES_WAITING_MAX = 128 * 1024
 """Beyond this nothing more is read until somebody takes what there is. The last read may exceed it."""
 BODILESS = frozenset({204, 304})
+CODINGS = frozenset({b"chunked", b"identity"})
+"""Transfer codings that leave a body as it was meant."""
 
 
 class Line(Protocol):
@@ -56,6 +58,7 @@ class Exchange:
         "has_received",
         "headers",
         "is_clean",
+        "is_end_told",
         "is_head_there",
         "is_over",
         "status",
@@ -68,6 +71,8 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = []
         """As they came, without the whitespace around the values."""
         self.is_head_there = False
+        self.is_end_told = False
+        """Whether HTTP says where the body ends; else it ends with the connection, whyever that ends."""
         self.is_over = False
         self.is_clean = False
         """Once it is over: whether another request may follow on the connection."""
@@ -121,17 +126,6 @@ class Exchange:
         if not self.is_over:
             self.fail(ConnectionBroken("it was left"))
             self._line.abort()
-
-    @property
-    def is_end_told(self) -> bool:
-        """Whether HTTP says where the body ends; else it ends with the connection, whyever that ends."""
-        if self._is_bodiless or self.status in BODILESS:
-            return True
-        for name, value in self.headers:
-            lower = name.lower()
-            if lower == b"content-length" or (lower == b"transfer-encoding" and b"chunked" in value.lower()):
-                return True
-        return False
 
     def feed(self, data: bytes) -> None:
         """Parse what came."""
@@ -190,7 +184,8 @@ class Exchange:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > HEAD_BYTES_MAX:
             self.fail(NotHttp(f"a head of more than {HEAD_BYTES_MAX} bytes"))
-            return
+        if b"\0" in value:  # RFC 9110, 5.5
+            self.fail(NotHttp("its answer has a header with a NUL"))
         self.headers.append((name, value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
@@ -202,6 +197,9 @@ class Exchange:
             return
         if not self._parser.get_http_version().startswith("1."):
             self.fail(NotHttp("its answer isn't HTTP/1"))
+            return
+        if not self._reads_framing(status):
+            self.fail(NotHttp("its answer has a transfer coding that nobody asked for"))
             return
         self.status, self.is_head_there, self._quiet_bytes = status, True, 0
         if self._is_bodiless:
@@ -222,6 +220,19 @@ class Exchange:
         if self.is_head_there and not self.is_over and self.failure is None and self._parser is not None:
             self.is_clean = self._parser.should_keep_alive() and self.status != 101
             self._end()
+
+    def _reads_framing(self, status: int) -> bool:
+        """Note whether the end will be told; false where the body isn't what it would be taken for."""
+        self.is_end_told = self._is_bodiless or status in BODILESS
+        for name, value in self.headers:
+            lower = name.lower()
+            if lower == b"content-length":
+                self.is_end_told = True
+            elif lower == b"transfer-encoding":
+                if value.lower() not in CODINGS:
+                    return False
+                self.is_end_told |= value.lower() == b"chunked"
+        return True
 
     def _end(self) -> None:
         if self.failure is None:
