@@ -123,6 +123,7 @@ class HttpClient:
             )
         except BaseException:
             connection.abort()
+            self.pool.lost(connection)  # uvloop doesn't tell, where this was cancelled just when it was connected
             raise
         self._addresses.prefer(origin.host, address)
         return connection

@@ -2,8 +2,11 @@
 
 import asyncio
 import random
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.upstream_http.errors import ConnectionBroken, ExchangeFailed
 from gateway.upstream_http.http_client import HttpClient
@@ -12,6 +15,15 @@ from gateway.upstream_http.request import Request
 from tests.gateway.assembly import eventually
 from tests.gateway.upstream_http.answers import SAMPLES, WireAnswer
 from tests.gateway.upstream_http.scripted_server import OK, ScriptedServer, Step
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """In the loop of the gateway, and in that of the other tests."""
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner.run
 
 
 async def read_all(client: HttpClient, url: str, body: bytes = b"{}") -> tuple[bytes, ExchangeFailed | None]:
@@ -31,7 +43,11 @@ async def read_all(client: HttpClient, url: str, body: bytes = b"{}") -> tuple[b
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("answer", SAMPLES, ids=range(len(SAMPLES)))
-async def test_an_answer_cut_at_any_byte_is_never_taken_for_whole(answer: WireAnswer, how: Step) -> None:
+def test_an_answer_cut_at_any_byte_is_never_taken_for_whole(run: Run, answer: WireAnswer, how: Step) -> None:
+    run(cut_at_any_byte(answer, how))
+
+
+async def cut_at_any_byte(answer: WireAnswer, how: Step) -> None:
     cuts = range(len(answer.wire))
     scripts: list[list[Step]] = [[answer.wire[:place], how] for place in cuts]
     async with ScriptedServer(*scripts) as server, HttpClient(5.0, 60.0) as client:
@@ -46,7 +62,11 @@ async def test_an_answer_cut_at_any_byte_is_never_taken_for_whole(answer: WireAn
         await eventually(lambda: client.pool.open() == server.open == 0)
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
+def test_clients_that_leave_at_any_moment_leave_nothing(run: Run) -> None:
+    run(leave_at_any_moment())
+
+
+async def leave_at_any_moment() -> None:
     chance = random.Random(8)
     cut = [SAMPLES[0].wire[:50], "reset"], [SAMPLES[2].wire[:-9], "stall"], [SAMPLES[3].wire, "close"]
     whole = [OK], [SAMPLES[0].wire], [SAMPLES[1].wire[:60], SAMPLES[1].wire[60:]]
