@@ -93,4 +93,4 @@ async def leave_at_any_moment() -> None:
             await eventually(lambda: client.pool.open() == client.pool.idle(origin) == server.open)
         assert client.pool.open() == 0
         await eventually(lambda: server.open == 0)
-    assert len(asyncio.all_tasks()) == before
+    await eventually(lambda: len(asyncio.all_tasks()) == before)
