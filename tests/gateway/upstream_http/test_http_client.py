@@ -36,7 +36,9 @@ async def whole(exchange: Exchange) -> bytes:
 
 async def ask(client: HttpClient, server: ScriptedServer, body: Any = b"{}", method: str = "POST") -> bytes:
     """The answer's body."""
-    exchange = await client.send(Request(method, server.url + "/v1/x?y=%20", ((b"x-a", b"b"),), body), LONG_S)
+    exchange = await client.send(
+        Request(method, server.url + "/v1/x?y=%20", ((b"x-a", b"caf\xe9\t\xff"),), body), LONG_S
+    )
     try:
         return await whole(exchange)
     finally:
@@ -51,9 +53,9 @@ async def test_a_request_goes_as_it_was_given() -> None:
     named = (b"host", f"127.0.0.1:{server.port}".encode())
     post, get, empty = server.seen
     assert (post.method, post.target, post.body) == ("POST", b"/v1/x?y=%20", b"{}")
-    assert post.headers == (named, (b"x-a", b"b"), (b"content-length", b"2"))
-    assert get.headers == (named, (b"x-a", b"b"))
-    assert empty.headers == (named, (b"x-a", b"b"), (b"content-length", b"0"))
+    assert post.headers == (named, (b"x-a", b"caf\xe9\t\xff"), (b"content-length", b"2"))
+    assert get.headers == (named, (b"x-a", b"caf\xe9\t\xff"))
+    assert empty.headers == (named, (b"x-a", b"caf\xe9\t\xff"), (b"content-length", b"0"))
 
 
 async def test_the_connection_that_was_used_last_is_used_next() -> None:
@@ -351,11 +353,15 @@ async def test_a_refusal_ends_a_body_of_pieces_and_a_slow_one_has_the_deadline()
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nn")
+        await asyncio.sleep(1.0)
+        writer.write(b"o")
         await asyncio.sleep(600.0)
 
     async with served(refuse) as url, ScriptedServer() as patient, client_for() as client:
+        began_at = asyncio.get_running_loop().time()
         exchange = await client.send(Request("POST", url, (), endless(0.0)), 5.0)
+        assert asyncio.get_running_loop().time() - began_at < 0.5, "its head is enough"
         assert (exchange.status, await whole(exchange)) == (413, b"no")
         assert asked < 1000
         with pytest.raises(AnswerTimedOut):
@@ -446,6 +452,28 @@ async def test_every_address_of_a_name_is_tried_and_the_good_one_is_first_next_t
 
 
 @in_quiet_time
+async def test_an_address_that_accepts_nobody_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def two_addresses(*_: object, **__: object) -> list[Any]:
+        return [(2, 1, 6, "", ("192.0.2.1", 0)), (2, 1, 6, "", ("127.0.0.1", 0))]
+
+    async def hang_at_the_first(protocol: Any, host: str, *given: Any, **named: Any) -> Any:
+        if host == "192.0.2.1":
+            await asyncio.Event().wait()
+        return await connect(protocol, host, *given, **named)
+
+    monkeypatch.setattr(loop, "getaddrinfo", two_addresses)
+    monkeypatch.setattr(loop, "create_connection", hang_at_the_first)
+    async with ScriptedServer() as server, client_for() as client:
+        server.url = f"http://engine.example:{server.port}"
+        began_at = loop.time()
+        assert await ask(client, server) == b"ok"
+        assert loop.time() - began_at == pytest.approx(1.0, abs=0.1), "half of the time to connect"
+
+
+@in_quiet_time
 async def test_a_name_is_asked_for_again_and_its_old_addresses_serve_while_nobody_can_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -496,7 +524,8 @@ async def test_tls_is_spoken_and_strangers_are_refused(tmp_path: Path) -> None:
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(mine.certificate, mine.key)
     trusting, doubting = (ssl.create_default_context(cafile=str(each.certificate)) for each in (mine, other))
-    async with ScriptedServer([OK], [OK], [HEAD + b"abc", "stall"], tls=serving) as server:
+    to_the_end: list[Step] = [b"HTTP/1.1 200 OK\r\n\r\nto the end", "close"]
+    async with ScriptedServer([OK], [OK], [HEAD + b"abc", "stall"], to_the_end, tls=serving) as server:
         async with client_for(tls=trusting) as client:
             body = b"x" * 300_000
             assert [await ask(client, server, body), await ask(client, server)] == [b"ok", b"ok"]
@@ -505,6 +534,7 @@ async def test_tls_is_spoken_and_strangers_are_refused(tmp_path: Path) -> None:
             exchange = await client.send(Request("POST", server.url), LONG_S)
             exchange.close()
             await eventually(lambda: client.pool.open() == 0)
+            assert await ask(client, server) == b"to the end"
         async with client_for(tls=doubting) as client:
             with pytest.raises(ConnectionBroken):
                 await ask(client, server)
