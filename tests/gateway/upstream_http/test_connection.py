@@ -8,6 +8,7 @@ import pytest
 
 from gateway.upstream_http.connection import JOINED_BYTES_MAX, SLICE_BYTES, Connection
 from gateway.upstream_http.errors import ConnectionBroken
+from gateway.upstream_http.exchange import BODY_BYTES_WAITING_MAX
 from gateway.upstream_http.origin import parse_url
 from tests.gateway.upstream_http.scripted_server import OK
 from tests.virtual_time import VirtualTimeLoop
@@ -21,12 +22,18 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[bytes] = []
-        self.is_aborted = False
+        self.is_aborted = self.is_paused = False
         self.on_write: Callable[[], None] = lambda: None
 
     def write(self, data: Any) -> None:
         self.written.append(bytes(data))
         self.on_write()
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
 
     def is_closing(self) -> bool:
         return self.is_aborted
@@ -102,6 +109,20 @@ def test_a_whole_request_and_its_whole_answer_leave_the_connection_for_the_next(
         assert made.keeper.told == ["made"] + ["rested"] * count
         assert made.connection.is_usable
     assert b"".join(made.transport.written) == (b"head" + b"x" * SLICE_BYTES * 3) * 3
+
+
+def test_an_end_that_comes_though_reading_is_paused_leaves_the_connection_reading(made: Setting) -> None:
+    """Under TLS what was decrypted already still comes."""
+    length = BODY_BYTES_WAITING_MAX + 2
+    exchange = made.connection.begin(False)
+    made.connection.send(b"head", b"")
+    made.connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + b"x" * (length - 1))
+    assert made.transport.is_paused
+    made.connection.data_received(b"x")
+    assert exchange.is_over
+    assert made.keeper.told == ["made", "rested"]
+    assert not made.transport.is_paused
+    assert not made.connection.is_held
 
 
 def test_a_request_of_pieces_that_is_answered_before_its_end_is_not_whole(made: Setting) -> None:

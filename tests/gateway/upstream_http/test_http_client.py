@@ -236,6 +236,25 @@ async def test_a_body_that_stops_is_given_up_when_its_piece_is_due_and_not_while
         await eventually(lambda: client.pool.open() == 0)
 
 
+@in_quiet_time
+async def test_each_piece_has_its_own_time_though_the_timer_stays_where_it_is() -> None:
+    async def two_pieces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"a")
+        await asyncio.sleep(3.0)
+        writer.write(b"b")
+        await reader.read()
+
+    async with served(two_pieces) as url, client_for() as client:
+        loop = asyncio.get_running_loop()
+        exchange = await client.send(Request("GET", url), 5.0)
+        assert [await exchange.read(5.0), await exchange.read(5.0)] == [b"a", b"b"]
+        began_at = loop.time()
+        with pytest.raises(AnswerTimedOut):
+            await exchange.read(5.0)
+        assert loop.time() - began_at == pytest.approx(5.0, abs=0.1)
+
+
 async def test_a_stream_needs_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     pieces: list[Step] = [b"1\r\nx\r\n"] * 200
