@@ -1,6 +1,7 @@
 """A connection writes no faster than its server reads, and gives none but a whole, undoubted exchange to its keeper."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,8 @@ ORIGIN = parse_url("http://127.0.0.1:1").origin
 class Transport(asyncio.Transport):
     """Notes what is done to it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        super().__init__({"socket": sock})
         self.written: list[bytes] = []
         self.is_aborted = self.is_paused = False
         self.on_write: Callable[[], None] = lambda: None
@@ -71,6 +72,12 @@ class Setting:
 def made() -> Iterator[Setting]:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         yield Setting(runner.get_loop())
+
+
+def test_what_is_written_leaves_at_once(made: Setting) -> None:
+    with socket.socket() as sock:
+        Connection(ORIGIN, made.loop, made.keeper).connection_made(Transport(sock))
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_small_body_leaves_with_its_head_and_a_large_one_is_not_copied_behind_it(made: Setting) -> None:

@@ -76,7 +76,9 @@ async def test_no_more_connections_lie_idle_than_may(monkeypatch: pytest.MonkeyP
 
 
 @in_quiet_time
-async def test_an_idle_connection_is_closed_in_time_and_one_too_old_is_not_used() -> None:
+async def test_an_idle_connection_is_closed_in_time_and_one_too_old_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with ScriptedServer() as server, client_for(keep_s=3.0) as client:
         await ask(client, server)
         await asyncio.sleep(2.0)
@@ -88,6 +90,10 @@ async def test_an_idle_connection_is_closed_in_time_and_one_too_old_is_not_used(
         assert (client.pool.open(), server.open) == (0, 0)
         await ask(client, server)
         assert server.accepted == 3
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda now=loop.time(): now + 3.1)  # and no timer came to its turn
+        await ask(client, server)
+        assert server.accepted == 4
 
 
 HOWS: list[Step] = ["close", "reset"]
