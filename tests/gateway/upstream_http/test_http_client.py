@@ -91,9 +91,22 @@ async def test_an_idle_connection_is_closed_in_time_and_one_too_old_is_not_used(
         await ask(client, server)
         assert server.accepted == 3
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "time", lambda now=loop.time(): now + 3.1)  # and no timer came to its turn
+        late = loop.time() + 3.1
+        monkeypatch.setattr(loop, "time", lambda: late)  # and no timer came to its turn
         await ask(client, server)
         assert server.accepted == 4
+
+
+@in_quiet_time
+async def test_each_idle_connection_has_its_own_time() -> None:
+    async with ScriptedServer() as server, client_for(keep_s=3.0) as client:
+        await asyncio.gather(ask(client, server), ask(client, server))
+        await asyncio.sleep(2.0)
+        await ask(client, server)
+        await asyncio.sleep(1.5)
+        assert client.pool.open() == 1
+        await asyncio.sleep(2.0)
+        assert client.pool.open() == 0
 
 
 HOWS: list[Step] = ["close", "reset"]
