@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.upstream_http.connection import JOINED_BYTES_MAX, SLICE_BYTES, Connection
+from gateway.upstream_http.connection_pool import ConnectionPool
 from gateway.upstream_http.errors import ConnectionBroken
 from gateway.upstream_http.exchange import BODY_BYTES_WAITING_MAX
 from gateway.upstream_http.origin import parse_url
@@ -163,6 +164,14 @@ def test_a_connection_that_was_given_up_while_it_was_made_is_closed(made: Settin
     late.connection_made(transport)
     assert transport.is_aborted
     assert not late.is_usable
+
+
+def test_a_connection_that_is_made_after_the_end_of_its_pool_is_closed(made: Setting) -> None:
+    pool = ConnectionPool(made.loop, 60.0)
+    made.loop.run_until_complete(pool.close())
+    transport = Transport()
+    Connection(ORIGIN, made.loop, pool).connection_made(transport)
+    assert transport.is_aborted
 
 
 def test_an_end_while_the_request_is_being_written_is_not_waited_out(made: Setting) -> None:
