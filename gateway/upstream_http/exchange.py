@@ -218,7 +218,7 @@ class Exchange:
     def on_message_complete(self) -> None:
         """The end of an answer, or of a 1xx."""
         if self.is_head_there and not self.is_over and self.failure is None and self._parser is not None:
-            self.is_clean = self._parser.should_keep_alive() and self.status != 101
+            self.is_clean = self._parser.should_keep_alive()
             self._end()
 
     def _reads_framing(self, status: int) -> bool:
