@@ -471,6 +471,7 @@ async def test_every_address_of_a_name_is_tried_and_the_good_one_is_first_next_t
 
     async def two_addresses(host: str, port: None, **_: object) -> list[Any]:
         asked.append(host)
+        await asyncio.sleep(0)
         return [(2, 1, 6, "", ("127.0.0.2", 0)), (2, 1, 6, "", ("127.0.0.1", 0))]
 
     tried: list[str] = []
@@ -522,7 +523,7 @@ async def test_a_name_is_asked_for_again_and_its_old_addresses_serve_while_nobod
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
-    known: list[str] = ["127.0.0.1"]
+    known, tried = ["127.0.0.1"], list[str]()
     asked = 0
 
     async def ask_dns(*_: object, **__: object) -> list[Any]:
@@ -540,9 +541,18 @@ async def test_a_name_is_asked_for_again_and_its_old_addresses_serve_while_nobod
             await ask(client, server)
         assert asked == 1
         await asyncio.sleep(6.0)
+        known.insert(0, "127.0.0.9")
+        connect = loop.create_connection
+        with monkeypatch.context() as noted:
+            noted.setattr(
+                loop, "create_connection", lambda *given, **named: tried.append(given[1]) or connect(*given, **named)
+            )
+            await ask(client, server)
+        assert tried == ["127.0.0.1"], "which has worked before"
+        await asyncio.sleep(6.0)
         known.clear()
         assert await ask(client, server) == b"ok"
-        assert asked == 2
+        assert asked == 3
         await asyncio.sleep(6.0)
         known[:] = ["127.0.0.9"]
         with pytest.raises(ConnectionBroken):
