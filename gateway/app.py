@@ -39,7 +39,10 @@ from gateway.prefetch import Prefetcher
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
+from gateway.routing.assumed import AssumedPlacements
+from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
+from gateway.sent_prompts import SentPrompts
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 
@@ -69,7 +72,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
-        ledger, metrics = Ledger(clock), GatewayMetrics()
+        ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
@@ -77,7 +80,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: _tell(table, encoders, local_models, probe),
+            on_change=lambda table: _tell(table, encoders, local_models, probe, sent),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
@@ -88,8 +91,9 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
+        policy = POLICIES[config.routing.policy]()
+        dispatcher = Dispatcher(policy, ledger, sent, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
@@ -200,9 +204,16 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe) -> None:
+def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe, sent: SentPrompts) -> None:
     encoders.want([*_wanted(table), *local_models.wanted()])
     probe.see(table)
+    sent.keep(table)
+
+
+def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
+    kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+    assumed = AssumedPlacements(config.routing.assumed_s)
+    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
 
 
 def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:

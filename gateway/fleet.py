@@ -53,6 +53,10 @@ class EngineView:
     """What its `gpu` tier is said to hold; 0 as well where nothing is said of it."""
     configured_files: ModelFiles | None = None
     listed_context: int | None = None
+    peer_address: str | None = None
+    """Where other hosts' agents fetch its host's chunks."""
+    peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """How fast its host's agent got chunks from others, by their `peer_address`."""
 
     @property
     def files(self) -> ModelFiles | None:
@@ -302,6 +306,7 @@ class Fleet:
             host = hosts.get(registration.host)
             own = engine_lives[name, _place(member)]
             of_host = host_lives[_name(host), _place(host)] if host else frozenset()
+            of_agent = host.registration if host and isinstance(host.registration, HostRegistration) else None
             before = self._table.engines.get(name)
             is_same = before is not None and before.url == registration.url
             views.append(
@@ -310,11 +315,13 @@ class Fleet:
                     registration.url,
                     registration.models,
                     registration,
-                    host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
+                    of_agent.agent_url if of_agent else "",
                     Reach(name, own & believed, of_host & believed),
                     member.load.rates,
                     before.state if before is not None and is_same else "starting",
                     announced_chunks=member.load.announced_chunks,
+                    peer_address=of_agent.peer_address if of_agent else None,
+                    peer_bytes_per_s=host.load.peer_bytes_per_s if host else {},
                 )
             )
         return views

@@ -20,7 +20,7 @@ from directory.tiers import Tier
 from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
-from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
+from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, RoutingConfig, TimeoutsConfig
 from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
@@ -28,7 +28,7 @@ from gateway.encoding.local_models import LocalModels
 from gateway.encoding.model_files import ModelFiles
 from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding_report import EncodingReport
-from gateway.fleet import Fleet
+from gateway.fleet import Fleet, FleetTable
 from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
@@ -42,7 +42,10 @@ from gateway.prefetch import Prefetcher
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
+from gateway.routing.assumed import AssumedPlacements
+from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
+from gateway.sent_prompts import SentPrompts
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
@@ -118,6 +121,7 @@ async def gateway_for(
     renderer: str = "reference",
     encoder: Encoder | None = None,
     sends_ids: bool = False,
+    routing: RoutingConfig | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -134,7 +138,7 @@ async def gateway_for(
         registration = engine_registration(engine.name, engine.url, host, renderer=renderer)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
-    config = GatewayConfig(limits=limits, engines=tuple(static))
+    config = GatewayConfig(limits=limits, engines=tuple(static), routing=routing or RoutingConfig())
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         files = TokenizerFiles(config.files_folder, control)
@@ -142,7 +146,15 @@ async def gateway_for(
         encoders.encoder = encoder
         stack.callback(encoders.close)
         probe = IdsProbe(sends_ids, encoders, control, clock)
-        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=probe.see)
+        kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+        assumed = AssumedPlacements(config.routing.assumed_s)
+        sent = SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
+
+        def tell(table: FleetTable) -> None:
+            probe.see(table)
+            sent.keep(table)
+
+        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=tell)
         ledger, metrics = Ledger(clock), GatewayMetrics()
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
@@ -153,8 +165,8 @@ async def gateway_for(
         comparing = asyncio.create_task(parity.run())
         stack.callback(comparing.cancel)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, sent.assumed.is_on)
+        dispatcher = Dispatcher(POLICIES[config.routing.policy](), ledger, sent, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)

@@ -1,0 +1,121 @@
+"""Assumed placements: what engines without an agent hold in GPU memory, as far as it follows from what they answered.
+
+Nobody announces what such an engine holds. A prompt that it answered was computed there, so its chunks are assumed to
+be there, least recently used first out, for a lifetime and up to a capacity. What the engine reports corrects that: if
+a prompt's chunk is gone that was last used at a time, so is all that was used no later. Pure: every method is told the
+time, in monotonic seconds.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+MISSES_MAX = 3
+"""Answers in a row in which nothing was cached where chunks were assumed, until nothing is assumed any more."""
+DISTRUST_S = 300.0
+"""For how long that is: the engine may have no prefix cache, or be restarted with one."""
+
+Change = Callable[[str, bytes, bool], None]
+"""An engine, a directory key, and whether it is assumed to be there from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedRun:
+    """The leading chunks of a prompt that are assumed to be in an engine, and when each was last used before."""
+
+    used_at: tuple[float, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """The run's length."""
+        return len(self.used_at)
+
+
+@dataclass(slots=True)
+class _Engine:
+    capacity_chunks: int
+    used_at: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    misses: int = 0
+    distrusted_until: float = float("-inf")
+
+
+class AssumedPlacements:
+    """What each engine is assumed to hold. Memory is bounded by the engines' capacities, in chunks.
+
+    `on_change` hears of every chunk that comes or goes.
+    """
+
+    def __init__(self, lifetime_s: float, on_change: Change = lambda engine, key, is_there: None) -> None:
+        self._lifetime_s, self._on_change = lifetime_s, on_change
+        self._engines: dict[str, _Engine] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever assumed."""
+        return self._lifetime_s > 0
+
+    def run(self, engine: str, keys: Sequence[bytes], now: float) -> AssumedRun:
+        """The leading chunks of a prompt that `engine` is assumed to hold."""
+        held = self._engines.get(engine)
+        if held is None:
+            return AssumedRun()
+        used_at = []
+        for key in keys:
+            moment = held.used_at.get(key)
+            if moment is None or moment <= now - self._lifetime_s:
+                break
+            used_at.append(moment)
+        return AssumedRun(tuple(used_at))
+
+    def note_computed(self, engine: str, keys: Sequence[bytes], capacity_chunks: int, now: float) -> None:
+        """`engine` has begun to answer the prompt with these chunks: they are there, used now."""
+        held = self._engines.setdefault(engine, _Engine(capacity_chunks))
+        held.capacity_chunks = capacity_chunks
+        if not self.is_on or now < held.distrusted_until:
+            return
+        for key in reversed(keys[:capacity_chunks]):  # an engine frees a prompt's last blocks first
+            if key not in held.used_at:
+                self._on_change(engine, key, True)
+            held.used_at[key] = now
+            held.used_at.move_to_end(key)
+        self._drop(engine, held, now - self._lifetime_s)
+
+    def note_cached(self, engine: str, run: AssumedRun, cached_chunks: int, now: float) -> None:
+        """`engine` says that the first `cached_chunks` chunks were there of a prompt of which `run` was assumed."""
+        held = self._engines.get(engine)
+        if held is None or not run.chunks:
+            return
+        held.misses = 0 if cached_chunks else held.misses + 1
+        if held.misses >= MISSES_MAX:
+            held.misses, held.distrusted_until = 0, now + DISTRUST_S
+            self._drop(engine, held, now)
+        elif cached_chunks < run.chunks:
+            self._drop(engine, held, run.used_at[cached_chunks])
+
+    def keep(self, engines: Collection[str]) -> None:
+        """Forget every other engine: it is gone, or may have lost what it held."""
+        for engine in self._engines.keys() - engines:
+            self._drop(engine, self._engines.pop(engine), float("inf"))
+
+    def expire(self, now: float) -> None:
+        """Forget what wasn't used for a lifetime."""
+        for engine, held in self._engines.items():
+            self._drop(engine, held, now - self._lifetime_s)
+
+    def held(self, engine: str) -> tuple[bytes, ...]:
+        """Everything that `engine` is assumed to hold, the most recently used last."""
+        held = self._engines.get(engine)
+        return tuple(held.used_at) if held else ()
+
+    def engines(self) -> tuple[str, ...]:
+        """Engines of which anything is assumed."""
+        return tuple(engine for engine, held in self._engines.items() if held.used_at)
+
+    def _drop(self, engine: str, held: _Engine, used_until: float) -> None:
+        """Drop what was last used no later than `used_until`, and what exceeds the capacity."""
+        while held.used_at:
+            key, moment = next(iter(held.used_at.items()))
+            if moment > used_until and len(held.used_at) <= held.capacity_chunks:
+                return
+            del held.used_at[key]
+            self._on_change(engine, key, False)
