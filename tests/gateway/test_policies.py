@@ -168,6 +168,7 @@ def test_a_bounded_number_waits_for_a_chunk_and_any_number_may_follow_once_it_is
     for _ in range(FOLLOWERS_MAX):
         overlay.expect("a", KEYS[:2], until=10.0)
         assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 2
+    overlay.expect("a", KEYS[:2], until=10.0, now=6.0)
     assert overlay.extend("a", PrefixMatch(), KEYS, now=6.0).chunks == 0
 
 
