@@ -122,10 +122,12 @@ async def gateway_for(
     encoder: Encoder | None = None,
     sends_ids: bool = False,
     routing: RoutingConfig | None = None,
+    static_files: ModelFiles | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
-    The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'.
+    The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
+    in `static` have no agent; `static_files` are then what is configured as their tokenizer.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -154,7 +156,14 @@ async def gateway_for(
             probe.see(table)
             sent.keep(table)
 
-        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=tell)
+        fleet = Fleet(
+            seen,
+            HealthCheck(control),
+            clock,
+            static=config.engines,
+            on_change=tell,
+            files_of=lambda engine: static_files,
+        )
         ledger, metrics = Ledger(clock), GatewayMetrics()
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
