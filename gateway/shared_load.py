@@ -55,22 +55,24 @@ class EngineLoads:
 
     def of(self, engine: str) -> EngineLoad:
         """The load of an engine now."""
-        own, now = self._ledger.account(engine), self._clock()
-        recent_s = self._ledger.recent_s(engine)
-        others = self._others.get(engine) if now < self._taken_at + TERM_S else None
-        if others is None:
-            return EngineLoad(
-                own.wait_s(now), own.prefills, own.running, own.queued_tokens, own.active_tokens, recent_s
-            )
-        theirs = others.account
+        others, now = self._others.get(engine), self._clock()
+        if others is None or now >= self._taken_at + TERM_S:
+            return self.of_own(engine)
+        own, theirs = self._ledger.account(engine), others.account
         return EngineLoad(
             _joint_wait_s(own, others, now),
             own.prefills + theirs.prefills,
             own.running + theirs.running,
             own.queued_tokens + theirs.queued_tokens,
             own.active_tokens + theirs.active_tokens,
-            recent_s,
+            self._ledger.recent_s(engine),
         )
+
+    def of_own(self, engine: str) -> EngineLoad:
+        """What this gateway alone has booked."""
+        own, recent_s = self._ledger.account(engine), self._ledger.recent_s(engine)
+        wait_s = own.wait_s(self._clock())
+        return EngineLoad(wait_s, own.prefills, own.running, own.queued_tokens, own.active_tokens, recent_s)
 
     def of_others(self, engine: str) -> EngineLoad:
         """What the other gateways alone have booked."""
@@ -85,7 +87,7 @@ class EngineLoads:
         """Seconds of the others' work before a new request on this engine would start."""
         return max(0.0, self.of(engine).wait_s - self._ledger.wait_s(engine))
 
-    def is_own(self, incarnation: bytes) -> None:
+    def disregard(self, incarnation: bytes) -> None:
         """Rows of this incarnation are this gateway's own: they aren't counted twice."""
         self._own_lives[incarnation] = None
         if len(self._own_lives) > OWN_LIVES_MAX:
