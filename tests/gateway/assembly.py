@@ -165,7 +165,7 @@ async def gateway_for(
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
         dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
-        stored = StoredResponses(homes, fleet, upstream)
+        stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
