@@ -13,6 +13,7 @@ from gateway.preparation import Prepared
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
 from gateway.sent_prompts import KnownMatch, SentPrompt, SentPrompts
+from gateway.shared_load import EngineLoads
 
 PEER_FIXED_S = 0.005
 """Seconds before another host's first chunk comes: a hint's way, and a round trip between two agents."""
@@ -58,12 +59,13 @@ class Dispatcher:
         self,
         policy: Policy,
         ledger: Ledger,
+        loads: EngineLoads,
         sent: SentPrompts,
         prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._policy, self._ledger, self._sent, self._prefetcher = policy, ledger, sent, prefetcher
+        self._policy, self._ledger, self._loads, self._sent, self._prefetcher = policy, ledger, loads, sent, prefetcher
         self._metrics, self._clock = metrics, clock
         self._probed: dict[tuple[str, str], float] = {}
 
@@ -84,12 +86,19 @@ class Dispatcher:
 
     def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
-        score, keys = decision.ranked[0], prepared.holders.keys.get(view.engine, ())
-        known = self._known(prepared, view)
-        booking = self._ledger.book(view.engine, score.service_s, is_streamed)
+        score, keys, known = decision.ranked[0], prepared.holders.keys.get(view.engine, ()), self._known(prepared, view)
         hint = hint_for(view.agent_url, keys, known.match, score, view.chunk_tokens, _peer(prepared, view, known))
         wish = self._prefetcher.send(hint or self._probe(prepared, view, known))
-        prompt = self._sent.send(view, keys, score.expected_ttft_s)
+        prompt = self._sent.send(view, keys, known, score.expected_ttft_s)
+        prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
+        booking = self._ledger.book(
+            view.engine,
+            score.service_s,
+            is_streamed,
+            new_tokens=max(0, prompt_tokens - score.matched_tokens),
+            prompt_tokens=prompt_tokens,
+            ahead_s=self._loads.ahead_s(view.engine),
+        )
         return Dispatch(booking, self._ledger, prompt, wish, self._prefetcher)
 
     def _known(self, prepared: Prepared, view: EngineView) -> KnownMatch:
@@ -97,17 +106,19 @@ class Dispatcher:
         return self._sent.match(view, holders.matches.get(view.engine, NO_MATCH), holders.keys.get(view.engine, ()))
 
     def _candidate(self, prepared: Prepared, view: EngineView) -> Candidate:
-        known = self._known(prepared, view)
+        known, load = self._known(prepared, view), self._loads.of(view.engine)
         return Candidate(
             engine=view.engine,
             shape=view.shape,
             rates=view.rates,
             chunk_tokens=view.chunk_tokens,
             match=known.match,
-            wait_s=self._ledger.wait_s(view.engine),
-            prefills=self._ledger.prefills(view.engine),
-            running=self._ledger.running(view.engine),
+            wait_s=load.wait_s,
+            prefills=load.prefills,
+            running=load.running,
             prompt_tokens=prepared.prompt.tokens_of(view),
+            queued_tokens=load.queued_tokens,
+            active_tokens=load.active_tokens,
             peer=_peer(prepared, view, known),
             expected_chunks=known.expected_chunks,
         )

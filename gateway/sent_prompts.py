@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from directory.placements import PrefixMatch
+from directory.placements import NO_MATCH, PrefixMatch
 from directory.tiers import Tier
 from gateway.audit import Usage
 from gateway.config import KV_TOKENS_DEFAULT
@@ -46,18 +46,18 @@ class SentPrompts:
         now, run = self._clock(), AssumedRun()
         if view.registration is None:
             run = self.assumed.run(view.engine, keys, now)
-            if run.chunks > match.chunks:
+            if self.assumed.is_distrusted(view.engine, now):
+                match = NO_MATCH
+            elif run.chunks > match.chunks:
                 match = PrefixMatch((Tier.GPU,) * run.chunks)
         found = self.overlay.extend(view.engine, match, keys, now)
         return KnownMatch(found, found.chunks - match.chunks, run)
 
-    def send(self, view: EngineView, keys: Sequence[bytes], expected_ttft_s: float) -> "SentPrompt":
+    def send(self, view: EngineView, keys: Sequence[bytes], known: KnownMatch, expected_ttft_s: float) -> "SentPrompt":
         """A prompt with these chunks goes to an engine, and is expected to be computed there after so many seconds."""
-        now, run = self._clock(), AssumedRun()
-        if view.registration is None:
-            run = self.assumed.run(view.engine, keys, now)
-        until = now + expected_ttft_s + self._on_its_way_s
-        return SentPrompt(self, view, keys, self.overlay.expect(view.engine, keys, until, now), run)
+        now = self._clock()
+        expectation = self.overlay.expect(view.engine, keys, now + expected_ttft_s + self._on_its_way_s, now)
+        return SentPrompt(self, view, keys, expectation, known)
 
     def keep(self, table: FleetTable) -> None:
         """Forget what was sent to engines that aren't ready any more: they are gone, or may be begun anew."""
@@ -70,13 +70,17 @@ class SentPrompts:
         now, view = self._clock(), sent.view
         self.overlay.settle(sent.expectation, now + self._on_its_way_s)
         if view.registration is None and sent.keys:
-            capacity = self._kv_tokens.get(view.engine, KV_TOKENS_DEFAULT) // view.chunk_tokens
-            self.assumed.note_computed(view.engine, sent.keys, capacity, now)
+            others = len(view.reach.own)  # each gateway knows what it sent itself: they share the room
+            tokens = self._kv_tokens.get(view.engine, KV_TOKENS_DEFAULT) // (1 + others)
+            self.assumed.note_computed(view.engine, sent.keys, tokens // view.chunk_tokens, now)
 
     def note_cached(self, sent: "SentPrompt", cached_tokens: int) -> None:
         """The engine says how much of the prompt was there already."""
-        chunks = cached_tokens // sent.view.chunk_tokens
-        self.assumed.note_cached(sent.view.engine, sent.run, chunks, self._clock())
+        view, known = sent.view, sent.known
+        if view.registration is None:
+            promised = known.match.chunks - known.expected_chunks
+            chunks = cached_tokens // view.chunk_tokens
+            self.assumed.note_cached(view.engine, known.assumed, promised, chunks, self._clock())
 
 
 @dataclass(slots=True)
@@ -87,7 +91,7 @@ class SentPrompt:
     view: EngineView
     keys: Sequence[bytes]
     expectation: Expectation
-    run: AssumedRun
+    known: KnownMatch
     is_computed: bool = field(default=False)
 
     def first_byte(self, is_computed: bool) -> None:

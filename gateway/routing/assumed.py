@@ -80,10 +80,11 @@ class AssumedPlacements:
             held.used_at.move_to_end(key)
         self._drop(engine, held, now - self._lifetime_s)
 
-    def note_cached(self, engine: str, run: AssumedRun, cached_chunks: int, now: float) -> None:
-        """`engine` says that the first `cached_chunks` chunks were there of a prompt of which `run` was assumed."""
+    def note_cached(self, engine: str, run: AssumedRun, promised_chunks: int, cached_chunks: int, now: float) -> None:
+        """`engine` says that the first `cached_chunks` chunks were there of a prompt of which `run` was assumed here,
+        and `promised_chunks` here or by another gateway."""
         held = self._engines.get(engine)
-        if held is None or not run.chunks:
+        if held is None or not promised_chunks:
             return
         held.misses = 0 if cached_chunks else held.misses + 1
         if held.misses >= MISSES_MAX:
@@ -91,6 +92,11 @@ class AssumedPlacements:
             self._drop(engine, held, now)
         elif cached_chunks < run.chunks:
             self._drop(engine, held, run.used_at[cached_chunks])
+
+    def is_distrusted(self, engine: str, now: float) -> bool:
+        """Whether it reported too often that nothing was cached of what was assumed."""
+        held = self._engines.get(engine)
+        return held is not None and now < held.distrusted_until
 
     def keep(self, engines: Collection[str]) -> None:
         """Forget every other engine: it is gone, or may have lost what it held."""

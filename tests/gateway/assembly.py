@@ -13,7 +13,7 @@ import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.interface import Batch, DirectoryReader, DirectoryWriter
-from directory.members import draw_incarnation
+from directory.members import GatewayRegistration, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
@@ -33,6 +33,7 @@ from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
@@ -46,6 +47,7 @@ from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
 from gateway.sent_prompts import SentPrompts
+from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
@@ -96,6 +98,8 @@ class TestGateway:
     admin: object
     lives: dict[str, bytes]
     probe: IdsProbe
+    publisher: LoadPublisher
+    loads: EngineLoads
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -148,6 +152,8 @@ async def gateway_for(
         encoders.encoder = encoder
         stack.callback(encoders.close)
         probe = IdsProbe(sends_ids, encoders, control, clock)
+        ledger, metrics = Ledger(clock), GatewayMetrics()
+        loads = EngineLoads(ledger, clock)
         kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
         assumed = AssumedPlacements(config.routing.assumed_s)
         sent = SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
@@ -163,8 +169,10 @@ async def gateway_for(
             static=config.engines,
             on_change=tell,
             files_of=lambda engine: static_files,
+            on_gateways=loads.take,
         )
-        ledger, metrics = Ledger(clock), GatewayMetrics()
+        name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
+        publisher = LoadPublisher(directory, name, ledger, loads, clock)
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -175,18 +183,18 @@ async def gateway_for(
         stack.callback(comparing.cancel)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, sent.assumed.is_on)
-        dispatcher = Dispatcher(POLICIES[config.routing.policy](), ledger, sent, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES[config.routing.policy](), ledger, loads, sent, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
-        stored = StoredResponses(homes, fleet, upstream)
+        stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
         admin = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, parity, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, report, probe, loads, publisher, parity, metrics, lambda: False, body_bytes_max
         )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe)
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads)
 
 
 @contextlib.asynccontextmanager

@@ -57,7 +57,7 @@ def test_a_missing_chunk_says_that_all_used_no_later_is_gone() -> None:
     assumed.note_computed("a", KEYS[5:6], 100, now=2.0)
     run = assumed.run("a", KEYS[:5], now=3.0)
     assumed.note_computed("a", KEYS[:5], 100, now=3.0)
-    assumed.note_cached("a", run, 2, now=3.5)
+    assumed.note_cached("a", run, run.chunks, 2, now=3.5)
     assert set(assumed.held("a")) == {*KEYS[:6]}, "what this prompt brought is there, what is older isn't"
 
 
@@ -67,7 +67,7 @@ def test_an_engine_that_never_has_anything_cached_is_not_believed_for_a_while() 
     for _ in range(MISSES_MAX + 1):
         run = assumed.run("a", KEYS[:2], now)
         assumed.note_computed("a", KEYS[:2], 100, now)
-        assumed.note_cached("a", run, 0, now)
+        assumed.note_cached("a", run, run.chunks, 0, now)
         now += 1.0
     assert assumed.held("a") == ()
     assumed.note_computed("a", KEYS[:2], 100, now)
@@ -108,7 +108,7 @@ def test_changes_tell_all_that_is_held_and_it_never_exceeds_the_capacity(
     for moment, (engine, start, end, cached, is_kept) in enumerate(steps):
         run = assumed.run(engine, KEYS[start:end], moment)
         assumed.note_computed(engine, KEYS[start:end], capacity, moment)
-        assumed.note_cached(engine, run, cached, moment)
+        assumed.note_cached(engine, run, run.chunks, cached, moment)
         if not is_kept:
             assumed.keep({engine})
         assert told == {(name, key) for name in assumed.engines() for key in assumed.held(name)}
