@@ -17,6 +17,7 @@ from prometheus_client import disable_created_metrics
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
+from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -90,8 +91,11 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
             on_gateways=loads.take,
+            own_lives=lambda: assumer.own_lives,
         )
-        publisher = _load_publisher(config, directory, ledger, loads, metrics)
+        name, count = _registration(config), lambda op: metrics.directory_errors.labels(op).inc()
+        publisher = LoadPublisher(directory, name, ledger, loads, clock, on_error=count)
+        assumer = AssumedPublisher(directory, name, sent.assumed, lambda: fleet.table, clock, on_error=count)
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
@@ -112,7 +116,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -158,17 +162,9 @@ def _encoders(
     return encoders, local_models, self_checks
 
 
-def _load_publisher(
-    config: GatewayConfig, directory: RedisDirectory, ledger: Ledger, loads: EngineLoads, metrics: GatewayMetrics
-) -> LoadPublisher:
+def _registration(config: GatewayConfig) -> GatewayRegistration:
     listen = config.listen
-    name, url = f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}"
-    registration = GatewayRegistration(name, url)
-
-    def count(op: str) -> None:
-        metrics.directory_errors.labels(op).inc()
-
-    return LoadPublisher(directory, registration, ledger, loads, time.monotonic, on_error=count)
+    return GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
 
 
 def _freeze() -> None:

@@ -46,7 +46,7 @@ class AssumedPlacements:
     """
 
     def __init__(self, lifetime_s: float, on_change: Change = lambda engine, key, is_there: None) -> None:
-        self._lifetime_s, self._on_change = lifetime_s, on_change
+        self._lifetime_s, self.on_change = lifetime_s, on_change
         self._engines: dict[str, _Engine] = {}
 
     @property
@@ -75,7 +75,7 @@ class AssumedPlacements:
             return
         for key in reversed(keys[:capacity_chunks]):  # an engine frees a prompt's last blocks first
             if key not in held.used_at:
-                self._on_change(engine, key, True)
+                self.on_change(engine, key, True)
             held.used_at[key] = now
             held.used_at.move_to_end(key)
         self._drop(engine, held, now - self._lifetime_s)
@@ -113,9 +113,14 @@ class AssumedPlacements:
         held = self._engines.get(engine)
         return tuple(held.used_at) if held else ()
 
-    def engines(self) -> tuple[str, ...]:
+    def holds(self, engine: str, key: bytes) -> bool:
+        """Whether `engine` is assumed to hold a chunk."""
+        held = self._engines.get(engine)
+        return held is not None and key in held.used_at
+
+    def engines(self) -> frozenset[str]:
         """Engines of which anything is assumed."""
-        return tuple(engine for engine, held in self._engines.items() if held.used_at)
+        return frozenset(engine for engine, held in self._engines.items() if held.used_at)
 
     def _drop(self, engine: str, held: _Engine, used_until: float) -> None:
         """Drop what was last used no later than `used_until`, and what exceeds the capacity."""
@@ -124,4 +129,4 @@ class AssumedPlacements:
             if moment > used_until and len(held.used_at) <= held.capacity_chunks:
                 return
             del held.used_at[key]
-            self._on_change(engine, key, False)
+            self.on_change(engine, key, False)

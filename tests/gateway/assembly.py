@@ -18,6 +18,7 @@ from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
 from gateway.admin_api import create_admin_api
+from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, RoutingConfig, TimeoutsConfig
@@ -100,6 +101,7 @@ class TestGateway:
     probe: IdsProbe
     publisher: LoadPublisher
     loads: EngineLoads
+    assumer: AssumedPublisher
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -170,9 +172,11 @@ async def gateway_for(
             on_change=tell,
             files_of=lambda engine: static_files,
             on_gateways=loads.take,
+            own_lives=lambda: assumer.own_lives,
         )
         name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
         publisher = LoadPublisher(directory, name, ledger, loads, clock)
+        assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, clock)
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -194,7 +198,7 @@ async def gateway_for(
             completion, fleet, lookup, report, probe, loads, publisher, parity, metrics, lambda: False, body_bytes_max
         )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads)
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer)
 
 
 @contextlib.asynccontextmanager
