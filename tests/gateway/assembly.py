@@ -129,11 +129,12 @@ async def gateway_for(
     sends_ids: bool = False,
     routing: RoutingConfig | None = None,
     static_files: ModelFiles | None = None,
+    agent_url: str = "http://127.0.0.1:1",
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
     The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
-    in `static` have no agent; `static_files` are then what is configured as their tokenizer.
+    in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all hosts'.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -142,7 +143,7 @@ async def gateway_for(
     for engine in engines:
         host = f"host-{engine.name}"
         lives[host], lives[engine.name] = draw_incarnation(), draw_incarnation()
-        await directory.register(lives[host], host_registration(host), HOST_LOAD, TERM_S)
+        await directory.register(lives[host], host_registration(host, agent_url), HOST_LOAD, TERM_S)
         registration = engine_registration(engine.name, engine.url, host, renderer=renderer)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
