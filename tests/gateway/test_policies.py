@@ -163,7 +163,7 @@ def test_a_bounded_number_waits_for_a_chunk_and_any_number_may_follow_once_it_is
     waiting.append(overlay.expect("a", KEYS[:2], until=10.0))
     assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0
     held = PrefixMatch((Tier.DRAM,))
-    assert overlay.extend("a", held, KEYS, now=0.0).tiers == (Tier.GPU,), "what it holds already isn't waited for"
+    assert overlay.extend("a", held, KEYS, now=0.0) is held
     overlay.settle(waiting[0], until=5.0)
     for _ in range(FOLLOWERS_MAX):
         overlay.expect("a", KEYS[:2], until=10.0)
@@ -179,3 +179,29 @@ def test_nothing_is_on_its_way_to_an_engine_that_is_gone() -> None:
     overlay.keep({"b", "c"})
     assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0
     assert len(overlay) == len(KEYS)
+
+
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+"""A prompt: which of two chunks follows, from the first on."""
+BURSTS = st.lists(st.tuples(PATHS, st.sampled_from(["wait", "settle", "take back"]), st.integers(1, 9)), max_size=7)
+
+
+@given(BURSTS, PATHS, st.integers(0, 9))
+def test_what_is_on_its_way_is_what_any_living_prompt_brings(
+    burst: list[tuple[list[int], str, int]], asked: list[int], now: int
+) -> None:
+    def keys(path: list[int]) -> tuple[bytes, ...]:
+        return tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
+
+    overlay = Overlay()
+    alive: set[bytes] = set()
+    for path, fate, until in burst:
+        expectation = overlay.expect("a", keys(path), until)
+        if fate == "settle":
+            overlay.settle(expectation, until)
+        if fate == "take back":
+            overlay.take_back(expectation)
+        elif until > now:
+            alive |= set(keys(path))
+    found = overlay.extend("a", PrefixMatch(), keys(asked), now).chunks
+    assert found == next((place for place, key in enumerate(keys(asked)) if key not in alive), len(asked))
