@@ -14,14 +14,10 @@ from gateway.routing.overlay import LIFETIME_S, Expectation, Overlay
 
 @dataclass(frozen=True, slots=True)
 class KnownMatch:
-    """An engine's match with all that is known here: the last `expected_chunks` aren't there yet.
-
-    `assumed` is the part that an engine without an agent is assumed to hold.
-    """
+    """An engine's match with all that is known here: the last `expected_chunks` aren't there yet."""
 
     match: PrefixMatch
     expected_chunks: int
-    assumed: AssumedRun
 
 
 class SentPrompts:
@@ -43,21 +39,21 @@ class SentPrompts:
 
     def match(self, view: EngineView, match: PrefixMatch, keys: Sequence[bytes]) -> KnownMatch:
         """What an engine can use of a prompt; `match` is what the directory says, `keys` its chunks in its naming."""
-        now, run = self._clock(), AssumedRun()
+        now = self._clock()
         if view.registration is None:
-            run = self.assumed.run(view.engine, keys, now)
             if self.assumed.is_distrusted(view.engine, now):
                 match = NO_MATCH
-            elif run.chunks > match.chunks:
-                match = PrefixMatch((Tier.GPU,) * run.chunks)
+            elif (chunks := self.assumed.chunks(view.engine, keys, now)) > match.chunks:
+                match = PrefixMatch((Tier.GPU,) * chunks)
         found = self.overlay.extend(view.engine, match, keys, now)
-        return KnownMatch(found, found.chunks - match.chunks, run)
+        return KnownMatch(found, found.chunks - match.chunks)
 
     def send(self, view: EngineView, keys: Sequence[bytes], known: KnownMatch, expected_ttft_s: float) -> "SentPrompt":
         """A prompt with these chunks goes to an engine, and is expected to be computed there after so many seconds."""
         now = self._clock()
         expectation = self.overlay.expect(view.engine, keys, now + expected_ttft_s + self._on_its_way_s, now)
-        return SentPrompt(self, view, keys, expectation, known)
+        run = AssumedRun() if view.registration is not None else self.assumed.run(view.engine, keys, now)
+        return SentPrompt(self, view, keys, expectation, run, known.match.chunks - known.expected_chunks)
 
     def keep(self, table: FleetTable) -> None:
         """Forget what was sent to engines that aren't ready any more: they are gone, or may be begun anew."""
@@ -76,22 +72,24 @@ class SentPrompts:
 
     def note_cached(self, sent: "SentPrompt", cached_tokens: int) -> None:
         """The engine says how much of the prompt was there already."""
-        view, known = sent.view, sent.known
-        if view.registration is None:
-            promised = known.match.chunks - known.expected_chunks
-            chunks = cached_tokens // view.chunk_tokens
-            self.assumed.note_cached(view.engine, known.assumed, promised, chunks, self._clock())
+        if sent.view.registration is None:
+            chunks = cached_tokens // sent.view.chunk_tokens
+            self.assumed.note_cached(sent.view.engine, sent.assumed, sent.promised_chunks, chunks, self._clock())
 
 
 @dataclass(slots=True)
 class SentPrompt:
-    """One prompt that was sent to one engine. `release` has to be called however it ends."""
+    """One prompt that was sent to one engine. `release` has to be called however it ends.
+
+    `promised_chunks` were believed to be there when it was sent, of which `assumed` by this gateway itself.
+    """
 
     prompts: SentPrompts
     view: EngineView
     keys: Sequence[bytes]
     expectation: Expectation
-    known: KnownMatch
+    assumed: AssumedRun
+    promised_chunks: int
     is_computed: bool = field(default=False)
 
     def first_byte(self, is_computed: bool) -> None:

@@ -6,6 +6,7 @@ a prompt's chunk is gone that was last used at a time, so is all that was used n
 time, in monotonic seconds.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -54,18 +55,21 @@ class AssumedPlacements:
         """Whether anything is ever assumed."""
         return self._lifetime_s > 0
 
-    def run(self, engine: str, keys: Sequence[bytes], now: float) -> AssumedRun:
-        """The leading chunks of a prompt that `engine` is assumed to hold."""
+    def chunks(self, engine: str, keys: Sequence[bytes], now: float) -> int:
+        """How many leading chunks of a prompt `engine` is assumed to hold.
+
+        By bisection: whoever uses a chunk uses all before it, which are never older and never go first.
+        """
         held = self._engines.get(engine)
         if held is None:
-            return AssumedRun()
-        used_at = []
-        for key in keys:
-            moment = held.used_at.get(key)
-            if moment is None or moment <= now - self._lifetime_s:
-                break
-            used_at.append(moment)
-        return AssumedRun(tuple(used_at))
+            return 0
+        used_at, expired = held.used_at, now - self._lifetime_s
+        return bisect_left(keys, True, key=lambda key: used_at.get(key, expired) <= expired)
+
+    def run(self, engine: str, keys: Sequence[bytes], now: float) -> AssumedRun:
+        """Those chunks."""
+        found = keys[: self.chunks(engine, keys, now)]
+        return AssumedRun(tuple(self._engines[engine].used_at[key] for key in found))
 
     def note_computed(self, engine: str, keys: Sequence[bytes], capacity_chunks: int, now: float) -> None:
         """`engine` has begun to answer the prompt with these chunks: they are there, used now."""

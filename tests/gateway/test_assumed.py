@@ -21,6 +21,8 @@ from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
 
 KEYS = tuple(bytes([number]) * 16 for number in range(10))
+OTHERS, MORE = (tuple(bytes([start + number]) * 16 for number in range(10)) for start in (20, 40))
+"""Chunks of other prompts: a key names all before it, so prompts have their first ones in common or none."""
 FILES = ModelFiles("reference", (("tokenizer.json", "a" * 64),))
 EXPLAIN = {"x-warmroute-explain": "1"}
 CHUNK = 256
@@ -44,7 +46,7 @@ def test_a_prompt_that_was_answered_is_assumed_until_a_lifetime_after_its_last_u
 def test_no_more_is_assumed_than_the_engine_has_room_for_the_longest_unused_goes_first() -> None:
     assumed = placements()
     assumed.note_computed("a", KEYS[:3], 4, now=0.0)
-    assumed.note_computed("a", KEYS[5:7], 4, now=1.0)
+    assumed.note_computed("a", OTHERS[:2], 4, now=1.0)
     assert assumed.run("a", KEYS, now=1.0).chunks == 2, "a prompt's last chunk goes before its first"
     assumed.note_computed("a", KEYS, 4, now=2.0)
     assert set(assumed.held("a")) == set(KEYS[:4]), "of a longer prompt than there is room its beginning"
@@ -52,13 +54,13 @@ def test_no_more_is_assumed_than_the_engine_has_room_for_the_longest_unused_goes
 
 def test_a_missing_chunk_says_that_all_used_no_later_is_gone() -> None:
     assumed = placements()
-    assumed.note_computed("a", KEYS[7:9], 100, now=0.0)
+    assumed.note_computed("a", OTHERS[:2], 100, now=0.0)
     assumed.note_computed("a", KEYS[:4], 100, now=1.0)
-    assumed.note_computed("a", KEYS[5:6], 100, now=2.0)
+    assumed.note_computed("a", MORE[:1], 100, now=2.0)
     run = assumed.run("a", KEYS[:5], now=3.0)
     assumed.note_computed("a", KEYS[:5], 100, now=3.0)
     assumed.note_cached("a", run, run.chunks, 2, now=3.5)
-    assert set(assumed.held("a")) == {*KEYS[:6]}, "what this prompt brought is there, what is older isn't"
+    assert set(assumed.held("a")) == {*KEYS[:5], *MORE[:1]}, "what this prompt brought is there, what is older isn't"
 
 
 def test_an_engine_that_never_has_anything_cached_is_not_believed_for_a_while() -> None:
@@ -89,14 +91,20 @@ def test_nothing_is_assumed_of_an_engine_that_is_gone_or_where_that_is_off() -> 
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from("ab"), st.integers(0, 10), st.integers(0, 10), st.integers(0, 10), st.booleans()),
+    st.tuples(
+        st.sampled_from("ab"),
+        st.sampled_from([KEYS, OTHERS]),
+        st.integers(0, 10),
+        st.integers(0, 10),
+        st.booleans(),
+    ),
     max_size=30,
 )
 
 
 @given(STEPS, st.integers(1, 6))
 def test_changes_tell_all_that_is_held_and_it_never_exceeds_the_capacity(
-    steps: list[tuple[str, int, int, int, bool]], capacity: int
+    steps: list[tuple[str, tuple[bytes, ...], int, int, bool]], capacity: int
 ) -> None:
     told: set[tuple[str, bytes]] = set()
 
@@ -105,9 +113,9 @@ def test_changes_tell_all_that_is_held_and_it_never_exceeds_the_capacity(
         (told.add if is_there else told.discard)((engine, key))
 
     assumed = AssumedPlacements(10.0, hear)
-    for moment, (engine, start, end, cached, is_kept) in enumerate(steps):
-        run = assumed.run(engine, KEYS[start:end], moment)
-        assumed.note_computed(engine, KEYS[start:end], capacity, moment)
+    for moment, (engine, prompt, end, cached, is_kept) in enumerate(steps):
+        run = assumed.run(engine, prompt[:end], moment)
+        assumed.note_computed(engine, prompt[:end], capacity, moment)
         assumed.note_cached(engine, run, run.chunks, cached, moment)
         if not is_kept:
             assumed.keep({engine})
