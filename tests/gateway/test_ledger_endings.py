@@ -141,9 +141,7 @@ def test_a_request_may_be_cancelled_at_every_await(stand: Stand, ending: str) ->
     assert ending == HANGS or len(seen) > 2, "some were cancelled in the middle of their answer"
 
 
-def test_ten_thousand_aborted_requests_leave_the_ledger_at_zero(
-    stand: Stand, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ten_thousand_aborted_requests_leave_the_ledger_at_zero(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "gateway.completion")
     drawn = random.Random(7)
     endings = [*ENDINGS, HANGS, HANGS]
