@@ -27,7 +27,7 @@ ENGINE = EngineRegistration(
 GATEWAY = GatewayRegistration("gateway-a:8000", "http://10.0.0.9:8001")
 BOOKED = Load(
     booked={
-        "engine-a": BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000),
+        "engine-a": BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000, 7.5),
         "engine-b": BookedWork(running=1, free_age_s=3600.0),
     }
 )

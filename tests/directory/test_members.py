@@ -77,7 +77,9 @@ LOADS = st.builds(
     st.booleans(),
     st.dictionaries(TEXT, SPEEDS, max_size=3),
     st.integers(0, 10**7),
-    st.dictionaries(TEXT, st.builds(BookedWork, *[MILLISECONDS] * 4, *[st.integers(0, 10**9)] * 4), max_size=3),
+    st.dictionaries(
+        TEXT, st.builds(BookedWork, *[MILLISECONDS] * 4, *[st.integers(0, 10**9)] * 4, MILLISECONDS), max_size=3
+    ),
 )
 
 
@@ -217,13 +219,13 @@ def test_who_has_measured_no_peer_reports_as_versions_do_that_know_of_none(load:
         7,
         {"a": {}},
         {"a": []},
-        {"a": [1, 2, 3, 4, 5, 6, 7]},
-        {"a": [-1, 0, 0, 0, 0, 0, 0, 0]},
-        {"a": ["1", 0, 0, 0, 0, 0, 0, 0]},
-        {"a": [0, 0, 0, 0, True, 0, 0, 0]},
-        {"a": [float("inf"), 0, 0, 0, 0, 0, 0, 0]},
-        {"a\n": [0] * 8},
-        {f"engine-{number}": [0] * 8 for number in range(ENGINES_BOOKED_MAX + 1)},
+        {"a": [1, 2, 3, 4, 5, 6, 7, 8]},
+        {"a": [-1, 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a": ["1", 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a": [0, 0, 0, 0, True, 0, 0, 0, 0]},
+        {"a": [float("inf"), 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a\n": [0] * 9},
+        {f"engine-{number}": [0] * 9 for number in range(ENGINES_BOOKED_MAX + 1)},
     ],
     ids=lambda value: repr(value)[:30],
 )

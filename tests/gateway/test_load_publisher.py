@@ -121,7 +121,7 @@ async def test_each_gateway_hears_of_the_others_and_not_of_itself(fleet: Fleet) 
     one.ledger.book("a", 2.0, new_tokens=10, prompt_tokens=30)
     await fleet.turn()
     assert one.loads.of_others("a") == EngineLoad()
-    assert other.loads.of("a") == EngineLoad(2.0, 1, 1, 10, 30)
+    assert other.loads.of("a") == EngineLoad(2.0, 1, 1, 10, 30, recent_s=2.0)
     assert [each.registration for each in one.loads.gateways] == [GatewayRegistration("g1", "http://127.0.0.1:1")]
     assert (one.publisher.state, one.errors) == ("ok", [])
 
