@@ -93,17 +93,14 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             on_gateways=loads.take,
             own_lives=lambda: assumer.own_lives,
         )
-        name, count = _registration(config), lambda op: metrics.directory_errors.labels(op).inc()
-        publisher = LoadPublisher(directory, name, ledger, loads, clock, on_error=count)
-        assumer = AssumedPublisher(directory, name, sent.assumed, lambda: fleet.table, clock, on_error=count)
+        publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
-        policy = POLICIES[config.routing.policy]()
-        dispatcher = Dispatcher(policy, ledger, loads, sent, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES[config.routing.policy](), ledger, loads, sent, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
@@ -162,9 +159,23 @@ def _encoders(
     return encoders, local_models, self_checks
 
 
-def _registration(config: GatewayConfig) -> GatewayRegistration:
+def _publishers(
+    config: GatewayConfig,
+    directory: RedisDirectory,
+    ledger: Ledger,
+    loads: EngineLoads,
+    assumed: AssumedPlacements,
+    fleet: Fleet,
+    metrics: GatewayMetrics,
+) -> tuple[LoadPublisher, AssumedPublisher]:
     listen = config.listen
-    return GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
+    name = GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
+
+    def count(op: str) -> None:
+        metrics.directory_errors.labels(op).inc()
+
+    loads_told = LoadPublisher(directory, name, ledger, loads, time.monotonic, on_error=count)
+    return loads_told, AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
 
 
 def _freeze() -> None:
