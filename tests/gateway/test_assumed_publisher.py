@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
+import redis
 from aiohttp import web
 
 from directory.errors import DirectoryUnavailable
@@ -13,12 +14,14 @@ from directory.interface import Batch
 from directory.members import GatewayRegistration, Load, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import Reach, partition_of, unpack_holders
-from gateway.assumed_publisher import LIFE_S, RETRY_S, AssumedPublisher
+from directory.redis_directory import RedisDirectory
+from gateway.assumed_publisher import LIFE_S, RENEW_S, RETRY_S, AssumedPublisher
 from gateway.config import EngineConfig, RoutingConfig
 from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView, FleetTable
 from gateway.openai_schema import COMPLETIONS
 from gateway.routing.assumed import AssumedPlacements
+from tests.directory.stands import running_valkey
 from tests.gateway.assembly import TestGateway, gateway_for
 from tests.gateway.mock_engine import MockEngine, completion_body, prompt_tokens
 from tests.gateway.samples import MODEL
@@ -49,9 +52,10 @@ class Directory(MemoryDirectory):
 class Stand:
     """A publisher of what is assumed of the engine `e`, and the directory as others read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: RedisDirectory | None = None) -> None:
         self.now = 0.0
-        self.directory = Directory(lambda: self.now)
+        self.memory = Directory(lambda: self.now)
+        self.directory = directory or self.memory
         self.assumed = AssumedPlacements(1000.0)
         reach = Reach("e", frozenset(), frozenset())
         self.table = FleetTable({"e": EngineView("e", URL, (MODEL,), None, "", reach, None, "ready")}, {})
@@ -110,7 +114,7 @@ async def test_a_lost_answer_and_lost_writes_are_repaired_under_a_new_life() -> 
     stand = Stand()
     stand.compute(*KEYS[:20])
     await stand.publisher.tell()
-    stand.directory.loses_answer = True
+    stand.memory.loses_answer = True
     stand.compute(*KEYS[20:30])
     await stand.publisher.tell()
     stand.now += RETRY_S - 1
@@ -119,7 +123,7 @@ async def test_a_lost_answer_and_lost_writes_are_repaired_under_a_new_life() -> 
     stand.now += 1
     await stand.publisher.tell()
     assert await stand.believed() == set(KEYS[:30])
-    stand.directory.loses_writes = True
+    stand.memory.loses_writes = True
     stand.compute(*KEYS[30:31])
     await stand.publisher.tell()
     await stand.publisher.tell()
@@ -139,6 +143,26 @@ async def test_what_is_not_assumed_any_more_is_retired_and_nobody_else_is_told_o
     stand.compute(*KEYS[:5])
     await stand.publisher.tell()
     assert await stand.believed() == set(KEYS[:5])
+
+
+async def test_a_server_that_was_flushed_is_told_everything_again() -> None:
+    with running_valkey() as server, redis.Redis(port=server.port, protocol=2) as raw:
+        directory = RedisDirectory.connect(f"redis://127.0.0.1:{server.port}")
+        try:
+            stand = Stand(directory)
+            stand.compute(*KEYS)
+            await stand.publisher.tell()
+            assert await stand.believed() == set(KEYS)
+            raw.flushall()
+            stand.now += RENEW_S
+            await stand.publisher.tell()
+            await stand.publisher.tell()
+            assert await stand.believed() == set(KEYS)
+            stand.assumed.keep(set())
+            await stand.publisher.tell()
+            assert await stand.believed() == set()
+        finally:
+            await directory.aclose()
 
 
 async def answer_without_details(engine: MockEngine, request: web.Request, fields: dict[str, Any]) -> web.Response:
