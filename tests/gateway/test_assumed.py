@@ -130,7 +130,7 @@ def test_changes_tell_all_that_is_held_and_it_never_exceeds_the_capacity(
 
 
 def of_two_gateways(tokens: int) -> tuple[SentPrompts, EngineView]:
-    """What this gateway knows of an engine with room for so many tokens, and the engine: another gateway uses it, too."""
+    """What this gateway knows of an engine with room for so many tokens, and the engine, which another uses, too."""
     view = EngineView(
         "a", "http://a:1", (MODEL,), None, "", Reach("a", frozenset({b"other"}), frozenset()), None, "ready"
     )
