@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gateway.routing.policies import POLICIES
+from nodeagent.tiers.write_policy import WRITE_POLICIES
 from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
         text = f"a node's {tier} tier in blocks of 512 tokens (default {blocks})"
         add(f"--{tier}-blocks", type=check, default=blocks, metavar="N", help=text)
+    text = "what is written to NVMe: reuse (as agents do by default), hit, through or demote"
+    add("--write-policy", choices=WRITE_POLICIES, default="reuse", help=text)
     for flag, name, text in (
         ("--announce-delay", "announce_delay_s", "seconds until a change in a tier is in the directory"),
         ("--service-error", "service_error", "deviation of the logarithm of booked over expected service"),
@@ -72,6 +75,7 @@ def run_command(options: argparse.Namespace) -> int:
             engine_spread=options.engine_spread,
         ),
         prefill_chunk_tokens=options.prefill_chunk,
+        write_policy=options.write_policy,
     )
     reports = []
     for policy in policies:

@@ -147,7 +147,7 @@ def random_trace(count: int) -> list[TracedRequest]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_requests_end_and_tokens_add_up_alike_for_a_seed(policy: str) -> None:
     trace = random_trace(80)
-    small = plan(nodes=3, gpu=16, dram=4, nvme=30, imperfection=Imperfection())
+    small = plan(nodes=3, gpu=16, dram=24, nvme=60, imperfection=Imperfection(), write_policy="through")
     first, second = (report(policy, replay(trace, small, policy, seed=3), 2.0) for _ in range(2))
     assert first == second
     tokens = first.tokens

@@ -32,7 +32,10 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """Blocks of 512 tokens in each tier of a node; 0 for none. An engine always has some `gpu`."""
+    """Blocks of 512 tokens in each tier of a node; 0 for none. An engine always has some `gpu`.
+
+    Chunks reach NVMe through DRAM: without DRAM there is no NVMe either.
+    """
 
     gpu: int = 800
     dram: int = 2000
@@ -59,6 +62,7 @@ class FleetPlan:
     `interference`: by how much each running reply slows a prefill; `prefill_chunk_tokens`: the tokens of a prompt that
     one step of the engine takes, between which every running reply gets one token. 512 is a budget at which replies
     hardly wait for prefills (Sarathi-Serve, OSDI 2024); larger ones make replies longer and fill the GPU's KV.
+    `write_policy`: which blocks are written to NVMe, by the agent's names.
     """
 
     nodes: int
@@ -67,3 +71,4 @@ class FleetPlan:
     imperfection: Imperfection = field(default_factory=Imperfection)
     interference: float = 0.01
     prefill_chunk_tokens: int = 512
+    write_policy: str = "reuse"
