@@ -15,8 +15,9 @@ from warmroute.replay.simulation import replay
 from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace
 
 NODES_MAX = 4096
+GATEWAYS_MAX = 256
 BLOCKS_MAX = 10**8
-TIERS_DEFAULT, FLAWS_DEFAULT = TierBlocks(), Imperfection()
+TIERS_DEFAULT, FLAWS_DEFAULT, PLAN_DEFAULT = TierBlocks(), Imperfection(), FleetPlan(nodes=4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(FLAWS_DEFAULT, name)
         add(flag, type=_number(flag), default=value, metavar="X", dest=name, help=f"{text} (default {value})")
+    text = "requests go to N gateways in turn, each with an account of its own (default 1)"
+    add("--gateways", type=_whole("gateways", 1, GATEWAYS_MAX), default=1, metavar="N", help=text)
+    add("--peers", action="store_true", help="hosts fetch blocks from each other's DRAM and NVMe")
+    rate = PLAN_DEFAULT.peer_bytes_per_s / 1e9
+    text = f"GB/s that a host takes from its peers (default {rate:g})"
+    add("--peer-rate", type=_number("the peers' rate", above=0), default=rate, metavar="X", help=text)
     add(
         "--prefill-chunk",
         type=_whole("the chunk", 16, BLOCKS_MAX),
@@ -76,6 +83,9 @@ def run_command(options: argparse.Namespace) -> int:
         ),
         prefill_chunk_tokens=options.prefill_chunk,
         write_policy=options.write_policy,
+        gateways=options.gateways,
+        peers=options.peers,
+        peer_bytes_per_s=options.peer_rate * 1e9,
     )
     reports = []
     for policy in policies:

@@ -47,12 +47,14 @@ class Imperfection:
     """How far a gateway's knowledge is from the truth.
 
     `service_error`: standard deviation of the logarithm of a booked service over the expected one; `engine_spread`: the
-    same of an engine's real speed; `announce_delay_s`: until a change in a tier is in the directory.
+    same of an engine's real speed; `announce_delay_s`: until a change in a tier, or what a gateway says of its load, is
+    in the directory and read by others; `share_interval_s`: how often a gateway says it, if it changed.
     """
 
     service_error: float = 0.25
     engine_spread: float = 0.1
     announce_delay_s: float = 0.3
+    share_interval_s: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class FleetPlan:
     `interference`: by how much each running reply slows a prefill; `prefill_chunk_tokens`: the tokens of a prompt that
     one step of the engine takes, between which every running reply gets one token. 512 is a budget at which replies
     hardly wait for prefills (Sarathi-Serve, OSDI 2024); larger ones make replies longer and fill the GPU's KV.
-    `write_policy`: which blocks are written to NVMe, by the agent's names.
+    `write_policy`: which blocks are written to NVMe, by the agent's names. `gateways`: requests go to each in turn.
+    `peers`: whether hosts fetch from each other, at `peer_bytes_per_s` a host after `peer_s` seconds; the default is
+    what is left of 100 Gbit/s when both ends copy and check on one core.
     """
 
     nodes: int
@@ -72,3 +76,7 @@ class FleetPlan:
     interference: float = 0.01
     prefill_chunk_tokens: int = 512
     write_policy: str = "reuse"
+    gateways: int = 1
+    peers: bool = False
+    peer_bytes_per_s: float = 6e9
+    peer_s: float = 0.002
