@@ -11,6 +11,7 @@ from gateway.prefetch import Prefetcher, hint_for
 from gateway.preparation import Prepared
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
+from gateway.shared_load import EngineLoads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,12 @@ class Dispatcher:
         self,
         policy: Policy,
         ledger: Ledger,
+        loads: EngineLoads,
         prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._policy, self._ledger, self._prefetcher = policy, ledger, prefetcher
+        self._policy, self._ledger, self._loads, self._prefetcher = policy, ledger, loads, prefetcher
         self._metrics, self._clock = metrics, clock
 
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
@@ -61,19 +63,30 @@ class Dispatcher:
     def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
         score = decision.ranked[0]
-        booking = self._ledger.book(view.engine, score.service_s, is_streamed)
+        prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
+        booking = self._ledger.book(
+            view.engine,
+            score.service_s,
+            is_streamed,
+            new_tokens=max(0, prompt_tokens - score.matched_tokens),
+            prompt_tokens=prompt_tokens,
+            ahead_s=self._loads.ahead_s(view.engine),
+        )
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         return Dispatch(booking, self._ledger)
 
     def _candidate(self, prepared: Prepared, view: EngineView) -> Candidate:
+        load = self._loads.of(view.engine)
         return Candidate(
             engine=view.engine,
             shape=view.shape,
             rates=view.rates,
             chunk_tokens=view.chunk_tokens,
             match=prepared.holders.matches.get(view.engine, NO_MATCH),
-            wait_s=self._ledger.wait_s(view.engine),
-            prefills=self._ledger.prefills(view.engine),
-            running=self._ledger.running(view.engine),
+            wait_s=load.wait_s,
+            prefills=load.prefills,
+            running=load.running,
             prompt_tokens=prepared.prompt.tokens_of(view),
+            queued_tokens=load.queued_tokens,
+            active_tokens=load.active_tokens,
         )

@@ -43,6 +43,7 @@ from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
 from gateway.routing.policies import POLICIES
+from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
@@ -144,6 +145,7 @@ async def gateway_for(
         probe = IdsProbe(sends_ids, encoders, control, clock)
         fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=probe.see)
         ledger, metrics = Ledger(clock), GatewayMetrics()
+        loads = EngineLoads(ledger, clock)
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -154,7 +156,7 @@ async def gateway_for(
         stack.callback(comparing.cancel)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
