@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from directory.costs import ModelShape, Rates, kv_bytes_per_token
+from directory.members import POLL_INTERVAL_S
 from directory.tiers import Tier
 
 TIER_BYTES_PER_S = {Tier.DRAM: 25e9, Tier.NVME: 7e9}
@@ -47,14 +48,15 @@ class Imperfection:
     """How far a gateway's knowledge is from the truth.
 
     `service_error`: standard deviation of the logarithm of a booked service over the expected one; `engine_spread`: the
-    same of an engine's real speed; `announce_delay_s`: until a change in a tier, or what a gateway says of its load, is
-    in the directory and read by others; `share_interval_s`: how often a gateway says it, if it changed.
+    same of an engine's real speed; `announce_delay_s`: until a change in a tier is in the directory. A gateway
+    reports its load every `report_interval_s`, and reads the others' reports every `poll_interval_s`.
     """
 
     service_error: float = 0.25
     engine_spread: float = 0.1
     announce_delay_s: float = 0.3
-    share_interval_s: float = 0.25
+    report_interval_s: float = 0.25
+    poll_interval_s: float = POLL_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)

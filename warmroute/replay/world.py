@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from directory.members import INCARNATION_BYTES
 from directory.memory import MemoryDirectory
+from gateway.ledger import Booking
 from gateway.routing.query import PeerExtension, RoutingDecision
 from warmroute.replay.announcer import Announcer
 from warmroute.replay.engine_model import EngineModel, Happened, Job
-from warmroute.replay.gateway_model import GatewayModel, Sent
+from warmroute.replay.gateway_model import GatewayModel, Report
 from warmroute.replay.hardware import FleetPlan
 from warmroute.replay.node_tiers import TierChanges
 from warmroute.replay.peer_network import PeerNetwork
@@ -52,14 +54,16 @@ class World:
         self._numbers = {f"engine-{number}": number for number in range(plan.nodes)}
         self._ready = [name for name, number in self._numbers.items() if number not in absent]
         self._engines = [EngineModel(plan, each) for each in slowness]
-        self._gateways = [GatewayModel(plan, policy, self.clock) for _ in range(plan.gateways)]
+        lives = [number.to_bytes(INCARNATION_BYTES, "big") for number in range(plan.gateways)]
+        self._gateways = [GatewayModel(plan, policy, self.clock, life) for life in lives]
+        self._reports: dict[GatewayModel, Report] = {}
+        self._due: set[tuple[str, GatewayModel]] = set()
         self._announcer = Announcer(MemoryDirectory(self.clock), list(self._numbers))
         self._peers = PeerNetwork(plan)
-        self._sent: dict[int, tuple[GatewayModel, Sent]] = {}
+        self._sent: dict[int, tuple[GatewayModel, Booking]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._versions = [0] * plan.nodes
-        self._publishing: set[GatewayModel] = set()
         self._jobs: list[Job] = []
         self._chosen: list[int] = []
         self._spills = self._fetched = 0
@@ -87,14 +91,14 @@ class World:
         extensions = self._peers.extensions(self._ready, hosts)
         decision = gateway.decide(request, self._ready, matches, extensions)
         error = math.exp(self._drawn.gauss(0, self._plan.imperfection.service_error))
-        sent = gateway.send_off(request, decision, error)
-        engine, job = self._numbers[sent.engine], Job(number, request)
+        booking = gateway.send_off(request, decision, error)
+        engine, job = self._numbers[booking.engine], Job(number, request)
         self._jobs.append(job)
         self._chosen.append(engine)
         self._spills += _is_spill(decision)
-        self._sent[number] = gateway, sent
-        self._tell_others(gateway)
-        self._fetch(engine, request, extensions.get(sent.engine))
+        self._sent[number] = gateway, booking
+        self._await_turn("report", gateway)
+        self._fetch(engine, request, extensions.get(booking.engine))
         self._take(engine, self._engines[engine].submit(job, self.now))
         return engine
 
@@ -104,7 +108,7 @@ class World:
             self.now, _, act = heapq.heappop(self._events)
             act()
         assert not self._sent, "every request ends"
-        assert not any(each.load() for each in self._gateways), "and leaves nothing booked"
+        assert all(each.is_idle for each in self._gateways), "and leaves nothing booked"
         return Outcome(
             tuple(self._jobs),
             tuple(self._chosen),
@@ -131,13 +135,11 @@ class World:
     def _take(self, engine: int, happened: Happened) -> None:
         """Tell the gateways and the directory what happened on an engine, and when to look at it again."""
         for job in happened.first_tokens:
-            gateway, sent = self._sent[job.number]
-            gateway.first_byte(sent)
-            self._tell_others(gateway)
+            gateway, booking = self._sent[job.number]
+            gateway.first_byte(booking)
         for job in happened.ends:
-            gateway, sent = self._sent.pop(job.number)
-            gateway.release(sent)
-            self._tell_others(gateway)
+            gateway, booking = self._sent.pop(job.number)
+            gateway.release(booking)
             self.at(self.now, partial(self.on_end, job))
         for moment, changes in happened.changes:
             self._announce_later(engine, changes, moment)
@@ -153,26 +155,30 @@ class World:
         if version == self._versions[engine]:  # else something came between, and it will be looked at in its time
             self._take(engine, self._engines[engine].advance(self.now))
 
-    def _tell_others(self, gateway: GatewayModel) -> None:
-        """Publish a gateway's load at its next turn; each has turns of its own, `share_interval_s` apart."""
-        if len(self._gateways) == 1 or gateway in self._publishing:
+    def _await_turn(self, what: str, gateway: GatewayModel) -> None:
+        """Let a gateway report, or poll, at its next turn. Each has turns of its own; they end where all is told."""
+        if len(self._gateways) == 1 or (what, gateway) in self._due:
             return
-        self._publishing.add(gateway)
-        interval_s = self._plan.imperfection.share_interval_s
+        self._due.add((what, gateway))
+        interval_s, act = {
+            "report": (self._plan.imperfection.report_interval_s, self._report),
+            "poll": (self._plan.imperfection.poll_interval_s, self._poll),
+        }[what]
         phase_s = interval_s * self._gateways.index(gateway) / len(self._gateways)
         turns = math.floor((self.now - phase_s) / interval_s) + 1
-        self.at(max(self.now, phase_s + turns * interval_s), partial(self._publish, gateway))
+        self.at(max(self.now, phase_s + turns * interval_s), partial(act, gateway))
 
-    def _publish(self, gateway: GatewayModel) -> None:
-        self._publishing.discard(gateway)
-        number, said_at, load = self._gateways.index(gateway), self.now, gateway.load()
+    def _report(self, gateway: GatewayModel) -> None:
+        self._due.discard(("report", gateway))
+        self._reports[gateway] = gateway.report()
+        if not gateway.is_idle:
+            self._await_turn("report", gateway)
+        for other in self._gateways:
+            self._await_turn("poll", other)
 
-        def hear() -> None:
-            for other in self._gateways:
-                if other is not gateway:
-                    other.others.hear(number, said_at, load)
-
-        self.at(said_at + self._delay_s, hear)
+    def _poll(self, gateway: GatewayModel) -> None:
+        self._due.discard(("poll", gateway))
+        gateway.take(self._reports.values())
 
 
 def _is_spill(decision: RoutingDecision) -> bool:
