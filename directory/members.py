@@ -179,10 +179,32 @@ class UnreadableMember(DirectoryError):
     """A row of the table that this version can't read; readers skip it, count it, and keep the others."""
 
 
+def role_of(registration: Registration) -> str:
+    """`host`, `engine` or `gateway`."""
+    return next(role for role, kind in ROLES.items() if isinstance(registration, kind))
+
+
+def name_of(registration: Registration) -> str:
+    """What a host, an engine or a gateway is called."""
+    match registration:
+        case HostRegistration():
+            return registration.host
+        case EngineRegistration():
+            return registration.engine
+        case GatewayRegistration():
+            return registration.gateway
+
+
+def place_of(registration: Registration) -> str:
+    """The URL where it is."""
+    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+
+
 def encode_registration(registration: Registration) -> bytes:
     """JSON of a registration, with its role."""
-    role = next(role for role, kind in ROLES.items() if isinstance(registration, kind))
-    return json.dumps({"role": role, **asdict(registration)}, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(
+        {"role": role_of(registration), **asdict(registration)}, separators=(",", ":"), sort_keys=True
+    ).encode()
 
 
 def decode_registration(data: bytes) -> Registration:

@@ -19,6 +19,8 @@ from directory.members import (
     GatewayRegistration,
     HostRegistration,
     Member,
+    name_of,
+    place_of,
 )
 from directory.placements import Reach
 from gateway.belief import Belief
@@ -377,14 +379,11 @@ def _hosts(members: Sequence[Member]) -> list[Member]:
 
 
 def _name(member: Member) -> str:
-    registration = member.registration
-    assert not isinstance(registration, GatewayRegistration), "gateways serve nobody"
-    return registration.host if isinstance(registration, HostRegistration) else registration.engine
+    return name_of(member.registration)
 
 
 def _place(member: Member) -> str:
-    registration = member.registration
-    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+    return place_of(member.registration)
 
 
 def _lives_by_place(members: Sequence[Member]) -> dict[tuple[str, str], frozenset[bytes]]:

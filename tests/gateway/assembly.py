@@ -13,7 +13,7 @@ import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.interface import Batch, DirectoryReader, DirectoryWriter
-from directory.members import draw_incarnation
+from directory.members import GatewayRegistration, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
@@ -33,6 +33,7 @@ from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import OpenAiApi
@@ -94,6 +95,8 @@ class TestGateway:
     admin: object
     lives: dict[str, bytes]
     probe: IdsProbe
+    publisher: LoadPublisher
+    loads: EngineLoads
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -143,9 +146,13 @@ async def gateway_for(
         encoders.encoder = encoder
         stack.callback(encoders.close)
         probe = IdsProbe(sends_ids, encoders, control, clock)
-        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=probe.see)
         ledger, metrics = Ledger(clock), GatewayMetrics()
         loads = EngineLoads(ledger, clock)
+        fleet = Fleet(
+            seen, HealthCheck(control), clock, static=config.engines, on_change=probe.see, on_gateways=loads.take
+        )
+        name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
+        publisher = LoadPublisher(directory, name, ledger, loads, clock)
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -158,16 +165,16 @@ async def gateway_for(
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
         dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
-        stored = StoredResponses(homes, fleet, upstream)
+        stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
         admin = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, parity, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, report, probe, loads, publisher, parity, metrics, lambda: False, body_bytes_max
         )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe)
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads)
 
 
 @contextlib.asynccontextmanager
