@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Member
 from directory.placements import NO_MATCH, PrefixMatch
-from gateway.ledger import Booking, Ledger
+from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.routing.overlay import LIFETIME_S, Overlay
 from gateway.routing.policies import POLICIES
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
@@ -35,7 +35,7 @@ class GatewayModel:
         self._plan, self._clock, self._incarnation = plan, clock, incarnation
         self._ledger, self._overlay, self._policy = Ledger(clock), Overlay(), POLICIES[policy]()
         self._loads = EngineLoads(self._ledger, clock)
-        self._loads.is_own(incarnation)
+        self._loads.disregard(incarnation)
 
     def decide(
         self,
@@ -100,10 +100,14 @@ class GatewayModel:
             queued_tokens=load.queued_tokens,
             active_tokens=load.active_tokens,
             kv_tokens_max=self._plan.blocks.gpu * BLOCK_TOKENS,
+            use=load.recent_s / RECENT_S,
         )
         return replace(candidate, peer=peer) if peer is not None and peer.chunks > match.chunks else candidate
 
 
 def affinity(request: TracedRequest) -> bytes:
-    """What sticks together: the second block names the first as well, which in many traces is everybody's."""
-    return request.keys[min(1, len(request.keys) - 1)] if request.keys else b""
+    """What sticks together: the second block names the first as well, which in many traces is everybody's.
+
+    Prompts that fill no block are taken to be different.
+    """
+    return request.keys[min(1, len(request.keys) - 1)] if request.keys else repr(request).encode()
