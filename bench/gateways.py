@@ -14,15 +14,17 @@ from pathlib import Path
 from warmroute.replay.hardware import FleetPlan
 from warmroute.replay.report import ReplayReport, report
 from warmroute.replay.simulation import replay
-from warmroute.replay.trace import from_zero, read_trace
+from warmroute.replay.trace import from_zero, read_trace, spread_out
 
 GATEWAYS = (1, 2, 4, 8)
+TICK_S = 3.0
+"""Of Mooncake's clock: what arrives within a tick is spread over it."""
 
 
 def replayed(trace: Path, nodes: int, speed: float, gateways: int) -> ReplayReport:
     with trace.open(encoding="utf-8") as lines:
         requests = read_trace(lines)
-    requests = from_zero(requests[len(requests) // 2 :], speed)
+    requests = from_zero(spread_out(requests[len(requests) // 2 :], TICK_S), speed)
     return report("seconds", replay(requests, FleetPlan(nodes, gateways=gateways), "seconds"), slo_ttft_s=2.0)
 
 
