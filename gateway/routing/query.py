@@ -69,7 +69,8 @@ class RoutingQuery:
 class Score:
     """A candidate with each term of its score, in seconds; the lowest `score_s` is served first.
 
-    `price` is what a second of its time was counted as.
+    `price` is what a second of its time was counted as, `replies_s` what open requests' replies add, and `evict_s` what
+    its GPU can't hold. Of `matched_tokens`, the last `peer_tokens` come from the agent at `peer`; they count as `dram`.
     """
 
     engine: str
@@ -80,6 +81,10 @@ class Score:
     matched_tokens: int
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     price: float = 1.0
+    replies_s: float = 0.0
+    evict_s: float = 0.0
+    peer: str = ""
+    peer_tokens: int = 0
 
     @property
     def service_s(self) -> float:

@@ -32,21 +32,21 @@ def route(query: RoutingQuery) -> RoutingDecision:
 
 
 def _reason(ranked: list[Score]) -> str:
-    """Why the first leads: `only-engine`, `prefix`, `shorter-wait` (a longer prefix waits elsewhere), or `load`."""
+    """Why the first leads: `only-engine`, `prefix`, `spill` (a longer prefix is left elsewhere), or `load`."""
     if len(ranked) == 1:
         return "only-engine"
     longest = max(score.matched_tokens for score in ranked)
     if not longest:
         return "load"
-    return "prefix" if ranked[0].matched_tokens == longest else "shorter-wait"
+    return "prefix" if ranked[0].matched_tokens == longest else "spill"
 
 
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
     """Bounded-load rendezvous hashing: replicas agree without placements, and most affinity survives.
 
-    The candidates are taken in rendezvous order; those that would carry more than `BOUND` times the mean, rounded up (this
-    request counted), come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam,
-    2016); rounded down, small fleets would push a prefix away though they are even.
+    The candidates are taken in rendezvous order; those that would carry more than `BOUND` times the mean, rounded up
+    (this request counted), come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup,
+    Zadimoghaddam, 2016); rounded down, small fleets would push a prefix away though they are even.
     """
     scores = score_all(query)
     by_engine = {score.engine: score for score in scores}
