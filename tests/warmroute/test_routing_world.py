@@ -189,6 +189,16 @@ def test_gateways_that_hear_nothing_of_each_other_route_by_their_own_account() -
     assert len(outcome.jobs) == 32
 
 
+@pytest.mark.parametrize(("known", "is_avoided"), [(EXACT, True), (UNHEARD, False)], ids=["reports", "no reports"])
+def test_a_gateway_avoids_the_engine_that_another_has_filled(known: Imperfection, is_avoided: bool) -> None:
+    # The first gateway has a prompt of many seconds on one engine; the second's prompts, every other one, are short.
+    short = [prompt(2 + number / 4, (), 2, number) for number in range(1, 20)]
+    outcome = serve(fleet(2, gateways=2, imperfection=known), [prompt(0, (), 190, 0, 1), *short])
+    filled = outcome.engines[0]
+    assert outcome.jobs[0].first_token_at > 8
+    assert (filled not in outcome.engines[1::2]) == is_avoided
+
+
 def test_the_hit_rate_stays_with_up_to_8_gateways() -> None:
     drawn = random.Random(6)
     sessions = [turns(number, drawn.uniform(0, 60), 5, 8.0) for number in range(60)]
