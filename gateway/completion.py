@@ -20,6 +20,7 @@ from gateway.preparation import Incoming, Preparation, Prepared
 from gateway.response_homes import ResponseHomes
 from gateway.routing.query import RoutingDecision, Score
 from gateway.sink import Sink
+from gateway.trace_recorder import TraceRecorder
 from gateway.upstream import Answer, EngineFailed, WholeAnswer
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,12 @@ class Completion:
         sender: IdsSender,
         parity: Parity,
         homes: ResponseHomes,
+        recorder: TraceRecorder,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
-        self._sender, self._parity, self._homes = sender, parity, homes
+        self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
         self._metrics, self._clock = metrics, clock
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
@@ -133,7 +135,7 @@ class Completion:
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
-                    dispatch.first_byte()
+                    dispatch.first_byte(answer.status == 200)
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
                 body = await self._read_whole(answer) if is_refusal or not is_stream else None
             headers = answer.headers()
@@ -152,6 +154,8 @@ class Completion:
                 usage = await self._relay_whole(answer, body, headers, sink, view.engine)
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
+                dispatch.note_usage(usage)
+                self._recorder.note(incoming.arrived_at, prepared, view, usage)
                 watched.note(usage, body, answer.has_ids)
         except EngineFailed as failure:
             if failure.is_connection:

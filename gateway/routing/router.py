@@ -44,9 +44,9 @@ def _reason(ranked: list[Score]) -> str:
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
     """Bounded-load rendezvous hashing: replicas agree without placements, and most affinity survives.
 
-    The candidates are taken in rendezvous order; those that would carry more than `BOUND` times the mean, rounded up
-    (this request counted), come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup,
-    Zadimoghaddam, 2016); rounded down, small fleets would push a prefix away though they are even.
+    The candidates are taken in rendezvous order; those that would carry more than `BOUND` times the mean, this request
+    counted, come last. That is rounded up as published (consistent hashing with bounded loads; Mirrokni, Thorup,
+    Zadimoghaddam, 2016), or a small fleet that is even would push its prefixes around.
     """
     scores = score_all(query)
     by_engine = {score.engine: score for score in scores}

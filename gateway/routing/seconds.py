@@ -95,6 +95,8 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
         evict_s=evict,
         peer=candidate.peer.address if candidate.peer and fetched else "",
         peer_tokens=fetched * candidate.chunk_tokens,
+        expected_tokens=max(0, min(cut.chunks - candidate.match.chunks, 0) + candidate.expected_chunks)
+        * candidate.chunk_tokens,
     )
 
 

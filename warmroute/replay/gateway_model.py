@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Member
 from directory.placements import NO_MATCH, PrefixMatch
 from gateway.ledger import RECENT_S, Booking, Ledger
-from gateway.routing.overlay import LIFETIME_S, Overlay
+from gateway.routing.overlay import LIFETIME_S, Expectation, Overlay
 from gateway.routing.policies import POLICIES
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
 from gateway.shared_load import EngineLoads, published
@@ -26,6 +26,15 @@ class Report:
         """The row as it is read now."""
         registration, load = GatewayRegistration(self.incarnation.hex(), ""), Load(booked=self.booked)
         return Member(self.incarnation, registration, load, TERM_S - (now - self.at))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a gateway remembers of an open request."""
+
+    engine: str
+    booking: Booking
+    expectation: Expectation
 
 
 class GatewayModel:
@@ -49,25 +58,28 @@ class GatewayModel:
         candidates = tuple(self._candidate(engine, keys, matches.get(engine, NO_MATCH), peers) for engine in engines)
         return self._policy.route(RoutingQuery(request.prompt_tokens, affinity(request), candidates, keys=keys))
 
-    def send_off(self, request: TracedRequest, decision: RoutingDecision, service_error: float) -> Booking:
+    def send_off(self, request: TracedRequest, decision: RoutingDecision, service_error: float) -> Sent:
         """Book a request on the first of the ranking, whose service is misjudged by this factor."""
-        score = decision.ranked[0]
-        self._overlay.expect(score.engine, request.keys, self._clock() + score.expected_ttft_s + LIFETIME_S)
-        return self._ledger.book(
+        score, now = decision.ranked[0], self._clock()
+        until = now + score.expected_ttft_s + LIFETIME_S
+        expectation = self._overlay.expect(score.engine, request.keys, until, now)
+        booking = self._ledger.book(
             score.engine,
             score.service_s * service_error,
             new_tokens=request.prompt_tokens - score.matched_tokens,
             prompt_tokens=request.prompt_tokens,
             ahead_s=self._loads.ahead_s(score.engine),
         )
+        return Sent(score.engine, booking, expectation)
 
-    def first_byte(self, booking: Booking) -> None:
+    def first_byte(self, sent: Sent) -> None:
         """The first token of a request has come."""
-        self._ledger.first_byte(booking)
+        self._ledger.first_byte(sent.booking)
+        self._overlay.settle(sent.expectation, self._clock() + LIFETIME_S)
 
-    def release(self, booking: Booking) -> None:
+    def release(self, sent: Sent) -> None:
         """A request is over."""
-        self._ledger.release(booking)
+        self._ledger.release(sent.booking)
 
     @property
     def is_idle(self) -> bool:
@@ -86,7 +98,7 @@ class GatewayModel:
         self, engine: str, keys: Sequence[bytes], match: PrefixMatch, peers: Mapping[str, PeerExtension]
     ) -> Candidate:
         load = self._loads.of(engine)
-        match = self._overlay.extend(engine, match, keys, self._clock())
+        announced, match = match, self._overlay.extend(engine, match, keys, self._clock())
         peer = peers.get(engine)
         candidate = Candidate(
             engine=engine,
@@ -101,6 +113,7 @@ class GatewayModel:
             active_tokens=load.active_tokens,
             kv_tokens_max=self._plan.blocks.gpu * BLOCK_TOKENS,
             use=load.recent_s / RECENT_S,
+            expected_chunks=match.chunks - announced.chunks,
         )
         return replace(candidate, peer=peer) if peer is not None and peer.chunks > match.chunks else candidate
 
