@@ -65,6 +65,8 @@ class EngineView:
     """Where other hosts' agents fetch its host's chunks."""
     peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """How fast its host's agent got chunks from others, by their `peer_address`."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Those of its models that it lists as adapters (LoRA), and of which model."""
 
     @property
     def files(self) -> ModelFiles | None:
@@ -234,11 +236,14 @@ class Fleet:
             if view is not None and view.url == asked[engine]:
                 if health.state != view.state:
                     logger.info("engine %s at %s: %s", engine, view.url, health.state)
-                engines[engine] = replace(view, state=health.state)
+                own = view.models if view.registration is None else view.registration.models
+                adapters = {each: parent for each, parent in health.adapters.items() if each not in own}
+                view = replace(view, state=health.state, models=(*own, *adapters), adapters=adapters)
+                engines[engine] = view
                 if view.registration is None:
                     engines[engine] = replace(
                         view,
-                        state=health.state,
+                        adapters=health.adapters,
                         models=health.models or view.models,
                         configured_files=self._files_of(engine),
                         listed_context=health.context_tokens,
@@ -247,7 +252,8 @@ class Fleet:
 
     def _target(self, view: EngineView) -> Target:
         static = self._static.get(view.engine)
-        return Target(view.engine, view.url, view.models if static is None else static.models, view.api_key)
+        own = view.models if view.registration is None else view.registration.models
+        return Target(view.engine, view.url, own if static is None else static.models, view.api_key)
 
     async def _poll_for_ever(self) -> None:
         while True:
@@ -322,17 +328,20 @@ class Fleet:
             of_agent = host.registration if host and isinstance(host.registration, HostRegistration) else None
             before = self._table.engines.get(name)
             is_same = before is not None and before.url == registration.url
+            listed = before.adapters if before is not None and is_same else {}
+            adapters = {each: parent for each, parent in listed.items() if each not in registration.models}
             views.append(
                 EngineView(
                     name,
                     registration.url,
-                    registration.models,
+                    (*registration.models, *adapters),
                     registration,
                     of_agent.agent_url if of_agent else "",
                     Reach(name, own & believed, of_host & believed),
                     member.load.rates,
                     before.state if before is not None and is_same else "starting",
                     announced_chunks=member.load.announced_chunks,
+                    adapters=adapters,
                     peer_address=of_agent.peer_address if of_agent else None,
                     peer_bytes_per_s=host.load.peer_bytes_per_s if host else {},
                 )
