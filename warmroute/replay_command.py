@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from gateway.routing.policies import POLICIES
+from nodeagent.tiers.write_policy import WRITE_POLICIES
 from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
+from warmroute.replay.plot import Curve, PlotError, check_plot, draw
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
-from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace
+from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace, spread_out
 
 NODES_MAX = 4096
+GATEWAYS_MAX = 256
 BLOCKS_MAX = 10**8
-TIERS_DEFAULT, FLAWS_DEFAULT = TierBlocks(), Imperfection()
+TIERS_DEFAULT, FLAWS_DEFAULT, PLAN_DEFAULT = TierBlocks(), Imperfection(), FleetPlan(nodes=4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", metavar="P1,P2", help="several policies instead, a line each")
     add("--nodes", type=_whole("nodes", 1, NODES_MAX), default=4, metavar="N", help="one engine each (default 4)")
     add("--speed", type=_number("speed", above=0), default=1.0, metavar="X", help="arrivals X times as fast")
+    text = "spread arrivals over S seconds of the trace, where its clock ticks coarsely (Mooncake's: 3; default 0)"
+    add("--tick", type=_number("the tick"), default=0.0, metavar="S", help=text)
     add("--half", choices=("all", "first", "second"), default="all", help="tune on the first, report on the second")
     add("--model", choices=MODELS, default="8b", help="the model's shape and its accelerators (default 8b)")
     for tier, least in (("gpu", 1), ("dram", 0), ("nvme", 0)):
@@ -34,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
         text = f"a node's {tier} tier in blocks of 512 tokens (default {blocks})"
         add(f"--{tier}-blocks", type=check, default=blocks, metavar="N", help=text)
+    text = "what is written to NVMe: reuse (as agents do by default), hit, through or demote"
+    add("--write-policy", choices=WRITE_POLICIES, default="reuse", help=text)
     for flag, name, text in (
         ("--announce-delay", "announce_delay_s", "seconds until a change in a tier is in the directory"),
         ("--service-error", "service_error", "deviation of the logarithm of booked over expected service"),
@@ -41,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(FLAWS_DEFAULT, name)
         add(flag, type=_number(flag), default=value, metavar="X", dest=name, help=f"{text} (default {value})")
+    text = "requests go to N gateways in turn, each with an account of its own (default 1)"
+    add("--gateways", type=_whole("gateways", 1, GATEWAYS_MAX), default=1, metavar="N", help=text)
+    add("--peers", action="store_true", help="hosts fetch blocks from each other's DRAM and NVMe")
+    rate = PLAN_DEFAULT.peer_bytes_per_s / 1e9
+    text = f"GB/s that a host takes from its peers (default {rate:g})"
+    add("--peer-rate", type=_number("the peers' rate", above=0), default=rate, metavar="X", help=text)
     add(
         "--prefill-chunk",
         type=_whole("the chunk", 16, BLOCKS_MAX),
@@ -50,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--slo-ttft", type=_number("the SLO", above=0), default=2.0, metavar="S", help="for goodput (default 2 s)")
     add("--seed", type=int, default=0, help="of all errors; every policy meets the same ones")
+    add("--plot", type=Path, metavar="FILE", help="draw TTFT and hit rates: .png, .svg or .pdf (needs warmroute[plot])")
     add("--json", action="store_true", help="a JSON object a policy, in seconds, tokens and requests")
 
 
@@ -58,7 +72,9 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         requests = _requests(options)
         policies = _policies(options)
-    except (TraceError, OSError, UnicodeDecodeError) as error:
+        if options.plot is not None:
+            check_plot(options.plot)
+    except (TraceError, PlotError, OSError, UnicodeDecodeError) as error:
         print(f"warmroute replay: {error}", file=sys.stderr)
         return 2
     plan = FleetPlan(
@@ -72,14 +88,29 @@ def run_command(options: argparse.Namespace) -> int:
             engine_spread=options.engine_spread,
         ),
         prefill_chunk_tokens=options.prefill_chunk,
+        write_policy=options.write_policy,
+        gateways=options.gateways,
+        peers=options.peers,
+        peer_bytes_per_s=options.peer_rate * 1e9,
     )
-    reports = []
+    curves = []
     for policy in policies:
-        reports.append(report(policy, replay(requests, plan, policy, options.seed), options.slo_ttft))
+        outcome = replay(requests, plan, policy, options.seed)
+        figures = report(policy, outcome, options.slo_ttft)
+        curves.append(Curve(figures, [job.submitted_at for job in outcome.jobs], [job.ttft_s for job in outcome.jobs]))
         if options.json:
-            print(json.dumps(reports[-1].as_json()), flush=True)
+            print(json.dumps(figures.as_json()), flush=True)
     if not options.json:
-        print(table(reports))
+        print(table([curve.report for curve in curves]))
+    return 0 if options.plot is None else _draw(curves, options.plot)
+
+
+def _draw(curves: Sequence[Curve], path: Path) -> int:
+    try:
+        draw(curves, path)
+    except OSError as error:
+        print(f"warmroute replay: the picture can't be written: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -93,7 +124,7 @@ def _requests(options: argparse.Namespace) -> Sequence[TracedRequest]:
     part = {"all": requests, "first": requests[:middle], "second": requests[middle:]}[options.half]
     if not part:
         raise TraceError(f"the {options.half} half of the trace holds no request")
-    return from_zero(part, options.speed)
+    return from_zero(spread_out(part, options.tick, options.seed) if options.tick else part, options.speed)
 
 
 def _policies(options: argparse.Namespace) -> list[str]:

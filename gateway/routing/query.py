@@ -29,8 +29,9 @@ class Candidate:
     `prefills` how many requests on it haven't shown their first byte, `running` how many are open. `prompt_tokens` is
     the prompt's length in tokens of its own, where they aren't the query's. `queued_tokens` are still to be prefilled
     there, `active_tokens` are the prompt tokens of its open requests, and `kv_tokens_max` is what its GPU can hold.
-    `peer` is the other host that can lengthen its match furthest. The last `expected_chunks` of `match` aren't there
-    yet: they are on their way (`gateway.routing.overlay`).
+    `peer` is the other host that can lengthen its match furthest. `use` is the share of its time that was given to it
+    lately, done or not. The last `expected_chunks` of `match` aren't there yet: they are on their way
+    (`gateway.routing.overlay`).
     """
 
     engine: str
@@ -46,6 +47,7 @@ class Candidate:
     active_tokens: int = 0
     kv_tokens_max: int | None = None
     peer: PeerExtension | None = None
+    use: float = 0.0
     expected_chunks: int = 0
 
 
@@ -69,7 +71,9 @@ class RoutingQuery:
 class Score:
     """A candidate with each term of its score, in seconds; the lowest `score_s` is served first.
 
-    Of its `matched_tokens`, the last `expected_tokens` aren't there yet.
+    `price` is what a second of its time was counted as, `replies_s` what open requests' replies add, and `evict_s` what
+    its GPU can't hold. Of `matched_tokens`, the last `peer_tokens` come from the agent at `peer` and count as `dram`;
+    the last `expected_tokens` before those aren't there yet.
     """
 
     engine: str
@@ -79,6 +83,11 @@ class Score:
     prefill_s: float
     matched_tokens: int
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    price: float = 1.0
+    replies_s: float = 0.0
+    evict_s: float = 0.0
+    peer: str = ""
+    peer_tokens: int = 0
     expected_tokens: int = 0
 
     @property
@@ -98,4 +107,8 @@ class RoutingDecision:
 
     ranked: tuple[Score, ...]
     reason: str
-    price: float
+
+    @property
+    def price(self) -> float:
+        """What a second of the first one's time was counted as."""
+        return self.ranked[0].price

@@ -1,6 +1,7 @@
 """Chooses the engine: scores every candidate, breaks near ties alike on every gateway, and says why."""
 
 import hashlib
+import math
 
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.seconds import score_all
@@ -16,7 +17,7 @@ def route(query: RoutingQuery) -> RoutingDecision:
     assert query.candidates, "a query has candidates, or there is nothing to route"
     if query.without_placements:
         return route_by_affinity(query, query.without_placements)
-    scores, price = score_all(query)
+    scores = score_all(query)
     best = min(score.score_s for score in scores)
     tie = best * (1 + NEAR_TIE_SHARE) + NEAR_TIE_S
     ranked = sorted(
@@ -27,34 +28,35 @@ def route(query: RoutingQuery) -> RoutingDecision:
             else (1, score.score_s, rendezvous(query.affinity, score.engine))
         ),
     )
-    return RoutingDecision(tuple(ranked), _reason(ranked), price)
+    return RoutingDecision(tuple(ranked), _reason(ranked))
 
 
 def _reason(ranked: list[Score]) -> str:
-    """Why the first leads: `only-engine`, `prefix`, `shorter-wait` (a longer prefix waits elsewhere), or `load`."""
+    """Why the first leads: `only-engine`, `prefix`, `spill` (a longer prefix is left elsewhere), or `load`."""
     if len(ranked) == 1:
         return "only-engine"
     longest = max(score.matched_tokens for score in ranked)
     if not longest:
         return "load"
-    return "prefix" if ranked[0].matched_tokens == longest else "shorter-wait"
+    return "prefix" if ranked[0].matched_tokens == longest else "spill"
 
 
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
     """Bounded-load rendezvous hashing: replicas agree without placements, and most affinity survives.
 
-    The candidates are taken in rendezvous order; those that carry more than `BOUND` times the mean (this request
-    counted) come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
+    The candidates are taken in rendezvous order; those that would carry more than `BOUND` times the mean, this request
+    counted, come last. That is rounded up as published (consistent hashing with bounded loads; Mirrokni, Thorup,
+    Zadimoghaddam, 2016), or a small fleet that is even would push its prefixes around.
     """
-    scores, price = score_all(query)
+    scores = score_all(query)
     by_engine = {score.engine: score for score in scores}
-    mean = (1 + sum(each.running for each in query.candidates)) / len(query.candidates)
+    bound = math.ceil(BOUND * (1 + sum(each.running for each in query.candidates)) / len(query.candidates))
 
     def order(candidate: Candidate) -> tuple[bool, bytes]:
-        return candidate.running + 1 > max(1.0, BOUND * mean), rendezvous(query.affinity, candidate.engine)
+        return candidate.running + 1 > bound, rendezvous(query.affinity, candidate.engine)
 
     ranked = tuple(by_engine[each.engine] for each in sorted(query.candidates, key=order))
-    return RoutingDecision(ranked, reason, price)
+    return RoutingDecision(ranked, reason)
 
 
 def rendezvous(affinity: bytes, engine: str) -> bytes:

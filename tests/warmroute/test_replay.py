@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from warmroute.cli import main
 from warmroute.replay.engine_model import EngineModel, Job
 from warmroute.replay.hardware import FleetPlan, Imperfection, Model, TierBlocks
 from warmroute.replay.report import report
-from warmroute.replay.simulation import Outcome, replay
-from warmroute.replay.trace import TracedRequest, TraceError, block_key, from_zero, read_trace
+from warmroute.replay.simulation import replay
+from warmroute.replay.trace import TracedRequest, TraceError, block_key, from_zero, read_trace, spread_out
+from warmroute.replay.world import Outcome
 
 SECOND_A_BLOCK = Model(ModelShape(0.5, 0, 1, 25e9 / 2048), flops=512.0, step_s=0.5)  # type: ignore[arg-type]
 """Computes a block in a second, loads one from DRAM in a quarter, and replies with two tokens a second."""
@@ -147,7 +149,7 @@ def random_trace(count: int) -> list[TracedRequest]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_requests_end_and_tokens_add_up_alike_for_a_seed(policy: str) -> None:
     trace = random_trace(80)
-    small = plan(nodes=3, gpu=16, dram=4, nvme=30, imperfection=Imperfection())
+    small = plan(nodes=3, gpu=16, dram=24, nvme=60, imperfection=Imperfection(), write_policy="through")
     first, second = (report(policy, replay(trace, small, policy, seed=3), 2.0) for _ in range(2))
     assert first == second
     tokens = first.tokens
@@ -181,6 +183,14 @@ def test_speed_shortens_the_times_between_arrivals() -> None:
     assert [each.arrival_s for each in from_zero(late, 8.0)] == [0.0, 0.5]
 
 
+def test_arrivals_of_one_tick_are_spread_over_it() -> None:
+    together = [asked(3.0, 9, 1, 0)] * 50 + [asked(6.0, 9, 1, 0)] * 50
+    moments = [each.arrival_s for each in spread_out(together, 3.0)]
+    assert moments == sorted(moments)
+    assert [sum(start <= each < start + 3 for each in moments) for start in (3, 6)] == [50, 50]
+    assert len(set(moments)) == 100
+
+
 def test_the_command_compares_policies_and_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {
@@ -212,3 +222,27 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["replay", str(trace), "--compare", "second"]) == 2
     assert "second" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 2
+
+
+def test_a_plot_without_its_library_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}', encoding="utf-8")
+    assert main(["replay", str(trace), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "warmroute[plot]" in capsys.readouterr().err
+    assert main(["replay", str(trace), "--plot", str(tmp_path / "a.txt")]) == 2
+    assert ".svg" in capsys.readouterr().err
+
+
+def test_a_block_is_fetched_from_the_host_that_holds_it_while_its_prompt_waits() -> None:
+    # One engine holds the prefix and is busy; the prompt goes to the other, and waits there.
+    requests = [asked(0.0, 4096, 1, 0), asked(20.0, 8192, 1, 100), asked(20.0, 8192, 1, 200), asked(20.1, 4608, 1, 0)]
+    alone = replay(requests, plan(nodes=2, dram=100), "round-robin")
+    assert (alone.fetched, alone.jobs[3].missed_tokens) == (0, 4608)
+    helped = replay(requests, plan(nodes=2, dram=100, peers=True, peer_bytes_per_s=12.5e9), "round-robin")
+    assert helped.fetched == 8
+    assert helped.jobs[3].tier_tokens == {Tier.DRAM: 4096}
+    late = replay(requests, plan(nodes=2, dram=100, peers=True, peer_bytes_per_s=1e9), "round-robin")
+    assert late.fetched == 0, "it takes longer than computing"

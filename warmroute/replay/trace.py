@@ -5,7 +5,9 @@ the start), `input_length` and `output_length` (tokens) and `hash_ids`, the ids 
 512 tokens. Equal ids mean equal content *and* equal prefix, so an id is a chunk key.
 """
 
+import hashlib
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,9 +47,23 @@ def from_zero(requests: Sequence[TracedRequest], speed: float) -> list[TracedReq
     return [replace(each, arrival_s=(each.arrival_s - start) / speed) for each in requests]
 
 
+def spread_out(requests: Sequence[TracedRequest], tick_s: float, seed: int = 0) -> list[TracedRequest]:
+    """The same requests, each up to `tick_s` later: for traces whose clock ticks coarsely.
+
+    Those of Mooncake tick every 3 s, so ten requests seem to arrive in one instant; no gateway can hear of another's.
+    """
+    drawn = random.Random(seed)
+    moved = [replace(each, arrival_s=each.arrival_s + drawn.uniform(0, tick_s)) for each in requests]
+    return sorted(moved, key=lambda each: each.arrival_s)
+
+
 def block_key(block_id: int) -> bytes:
-    """The directory key of a block. All lie in one partition: an announcement is a few batches, not sixteen."""
-    return block_id.to_bytes(DIRECTORY_KEY_BYTES, "big")
+    """The directory key of a block: a digest, as policies expect of keys.
+
+    All lie in one partition: an announcement is a few batches, not sixteen.
+    """
+    digest = hashlib.blake2b(block_id.to_bytes(8, "big"), digest_size=DIRECTORY_KEY_BYTES - 1).digest()
+    return b"\x00" + digest
 
 
 def _read_line(number: int, line: str) -> TracedRequest:
