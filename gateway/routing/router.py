@@ -52,7 +52,7 @@ def _kin(query: RoutingQuery) -> bytes:
     if not query.keys or query.affinity != query.keys[0]:
         return query.affinity
     half = max(1, len(query.keys) // 2)
-    return query.keys[2 ** (half.bit_length() - 1) - 1]
+    return query.keys[(1 << half.bit_length() - 1) - 1]
 
 
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
