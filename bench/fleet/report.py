@@ -10,6 +10,9 @@ from bench.fleet.scale import Scale
 LATE_P99_S_MAX = 0.02
 """Real seconds: a run counts where the engines and the client were later than this less often than once in 100."""
 
+CLIENT, ENGINES, OTHERS = "client", "engines", "others"
+"""Rows of `cores` that aren't the router's; `OTHERS` is what else ran on the machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -111,4 +114,4 @@ def _mean(runs: Sequence[Run], name: str) -> float:
 
 
 def _router_cores(run: Run) -> float:
-    return sum(cores for part, cores in run.cores.items() if part not in ("engines", "client"))
+    return sum(cores for part, cores in run.cores.items() if part not in (CLIENT, ENGINES, OTHERS))

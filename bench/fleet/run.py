@@ -19,7 +19,7 @@ import msgspec
 from bench.fleet.engine_host import EnginePorts, HostPlan
 from bench.fleet.load import Answer, run_load, send
 from bench.fleet.prompts import TextRequest, chat_body
-from bench.fleet.report import Watched
+from bench.fleet.report import CLIENT, OTHERS, Watched
 from bench.fleet.scale import Scale
 from bench.fleet.stacks import Site, Stack
 from bench.fleet.words import some_words
@@ -32,6 +32,7 @@ POLL_S = 0.1
 WARM_UP_REQUESTS, WARM_UP_WORDS = 32, 8
 SETTLE_S = 2.0
 """Between the first good answers and the load: events, metrics and health checks have had their turn."""
+_BUSY = (1, 2, 3, 6, 7, 8)  # of /proc/stat's first line: user, nice, system, irq, softirq, steal
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -53,12 +54,11 @@ async def run_stack(stack: Stack, size: FleetSize, requests: Sequence[TextReques
     """Raises `StackFailed`."""
     with tempfile.TemporaryDirectory(prefix="wr-bench-") as folder:
         async with _running(stack, size, Path(folder)) as (site, parts):
-            before = _cpu_s(parts)
-            began, own = time.monotonic(), _own_cpu_s()
+            before, began = _cpu_s(parts), time.monotonic()
             answers = await run_load(site.port, requests)
             lasted_s = time.monotonic() - began
             cores = {name: (cpu - before[name]) / lasted_s for name, cpu in _cpu_s(parts).items()}
-            cores["client"] = (_own_cpu_s() - own) / lasted_s
+            cores[OTHERS] = max(0.0, 2 * cores[OTHERS] - sum(cores.values()))
             told = await _ask_engines(site)
     late = [each for engine in told for each in engine.lateness_s]
     return answers, Watched(late, [engine.computed_tokens for engine in told], cores)
@@ -172,7 +172,7 @@ async def _until(parts: Sequence[Part], is_so: Callable[[], bool | Awaitable[boo
 
 
 def _cpu_s(parts: Sequence[Part]) -> dict[str, float]:
-    """CPU seconds of each part's session so far: user and system, with children that have ended."""
+    """CPU seconds so far of each part's session (with children that have ended), of the client, and of the machine."""
     spent = {part.pid: 0.0 for part in parts}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -180,12 +180,10 @@ def _cpu_s(parts: Sequence[Part]) -> dict[str, float]:
                 words = (folder / "stat").read_text().rpartition(")")[2].split()
                 if int(words[3]) in spent:
                     spent[int(words[3])] += sum(map(int, words[11:15])) * _TICK_S
-    return {part.name: spent[part.pid] for part in parts}
-
-
-def _own_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    whole = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    busy = sum(int(whole[place]) for place in _BUSY) * _TICK_S
+    return {part.name: spent[part.pid] for part in parts} | {CLIENT: used.ru_utime + used.ru_stime, OTHERS: busy}
 
 
 def _free_ports() -> Iterator[int]:
