@@ -107,6 +107,14 @@ class SimulatedEngine:
         self._wake.set()
         return reply
 
+    def catch_up(self) -> None:
+        """Let all happen that is due by now, and tell how far replies have come."""
+        now, due = self._now(), self._model.next_at()
+        if due <= now:
+            self.lateness_s.append((now - due) * self._scale.real_s)
+        self._take(self._model.advance(now))
+        self._tell_progress()
+
     def cached_tokens(self, job: Job) -> int:
         """Bench tokens of the prompt that were in the cache."""
         return job.tier_tokens[Tier.GPU] // self._scale.trace_tokens
@@ -114,12 +122,7 @@ class SimulatedEngine:
     async def run(self) -> None:
         """Let time pass, until cancelled."""
         while True:
-            now = self._now()
-            due = self._model.next_at()
-            if due <= now:
-                self.lateness_s.append((now - due) * self._scale.real_s)
-            self._take(self._model.advance(now))
-            self._tell_progress()
+            self.catch_up()
             wait_s = (self._next_look() - self._now()) * self._scale.real_s
             if wait_s > 0:
                 try:
