@@ -14,7 +14,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-TOPIC = b"kv"
+TOPIC = b""
+"""vLLM's default, and the one that vllm-router takes: from static sources with another it hears nothing."""
 REPLAYED_BATCHES_MAX = 10_000
 BATCHES_QUEUED_MAX = 100_000
 _END = (-1).to_bytes(8, "big", signed=True)
