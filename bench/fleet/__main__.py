@@ -79,7 +79,8 @@ def _show(run: Run) -> None:
     late = ", ".join(f"{who} {1000 * seconds:.1f} ms" for who, seconds in run.late_p99_s.items())
     print(
         f"{run.trace} {run.router}: {run.requests} requests, {run.errors} errors{_quoted(run.first_error)}; "
-        f"ttft {run.ttft_mean:.3f} s, in slo {run.in_slo:.3f}, hit {run.hit_rate:.3f}; cores: {cores}; late: {late}",
+        f"ttft {run.ttft_mean:.3f} s, in slo {run.in_slo:.3f}, hit {run.hit_rate:.3f}, added {run.added_ms:.1f} ms; "
+        f"cores: {cores}; late: {late}",
         flush=True,
     )
 

@@ -35,6 +35,7 @@ class Reply:
     pieces: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     told: int = 0
     from_tokens: float = math.nan
+    submitted_at: float = 0.0
 
     def tell(self, tokens: int) -> None:
         """There are so many tokens by now."""
@@ -48,6 +49,7 @@ class Reply:
 class Counters:
     """What vLLM's `/metrics` counts of requests that have ended: real seconds, and bench tokens."""
 
+    ttft_s: float = 0.0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     prompt_tokens: int = 0
@@ -102,8 +104,9 @@ class SimulatedEngine:
         request = TracedRequest(0.0, len(token_ids) * factor, max(1, output_tokens) * factor, keys)
         job = Job(self._submitted, request)
         self._submitted += 1
-        reply = self._open[job] = Reply(job, len(token_ids), max(1, output_tokens))
-        self._take(self._model.submit(job, self._now()))
+        now = self._now()
+        reply = self._open[job] = Reply(job, len(token_ids), max(1, output_tokens), submitted_at=now)
+        self._take(self._model.submit(job, now))
         self._wake.set()
         return reply
 
@@ -179,6 +182,7 @@ class SimulatedEngine:
     def _count(self, reply: Reply) -> None:
         job, counters, cached = reply.job, self.counters, self.cached_tokens(reply.job)
         counters.requests += 1
+        counters.ttft_s += (job.first_token_at - reply.submitted_at) * self._scale.real_s
         counters.prompt_tokens += reply.prompt_tokens
         counters.cached_tokens += cached
         counters.prefill_tokens += reply.prompt_tokens - cached

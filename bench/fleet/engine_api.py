@@ -81,6 +81,8 @@ class EngineApi:
             "num_requests_running": engine.running,
             "num_requests_waiting": engine.waiting,
             "kv_cache_usage_perc": engine.kv_use,
+            "time_to_first_token_seconds_sum": counters.ttft_s,
+            "time_to_first_token_seconds_count": counters.requests,
             "request_prefill_time_seconds_sum": counters.prefill_s,
             "request_prefill_time_seconds_count": counters.requests,
             "request_prefill_kv_computed_tokens_sum": counters.prefill_tokens,
@@ -94,7 +96,13 @@ class EngineApi:
 
     async def _bench(self, request: web.Request) -> web.Response:
         engine = self._engine
-        told = {"lateness_s": list(engine.lateness_s), "computed_tokens": engine.counters.prefill_tokens}
+        counters = engine.counters
+        told = {
+            "lateness_s": list(engine.lateness_s),
+            "computed_tokens": counters.prefill_tokens,
+            "requests": counters.requests,
+            "ttft_s": counters.ttft_s,
+        }
         return web.json_response(told)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -18,9 +18,10 @@ CLIENT, ENGINES, OTHERS = "client", "engines", "others"
 class Run:
     """One run. TTFT in seconds of the trace; `goodput`: requests a second (of the trace) with a first token in the SLO.
 
-    `hit_rate`: cached tokens that engines reported, of all prompt tokens. `busiest`: prompt tokens that the busiest
-    engine computed over the mean. `late_p99_s`: of engines and client, real seconds. `cores`: CPU seconds a real
-    second, by process.
+    `added_ms`: real milliseconds of the mean TTFT that weren't an engine's queue or prefill: the router, and how late
+    everybody was told. `hit_rate`: cached tokens that engines reported, of all prompt tokens. `busiest`: prompt tokens
+    that the busiest engine computed over the mean. `late_p99_s`: of engines and client, real seconds. `cores`: CPU
+    seconds a real second, by process.
     """
 
     trace: str
@@ -32,6 +33,7 @@ class Run:
     ttft_p99: float
     goodput: float
     in_slo: float
+    added_ms: float
     hit_rate: float
     busiest: float
     late_p99_s: Mapping[str, float]
@@ -51,6 +53,7 @@ class Watched:
     engines_late_s: Sequence[float]
     computed_tokens: Sequence[int]
     cores: Mapping[str, float]
+    engines_ttft_s: float
 
 
 def run_figures(
@@ -73,6 +76,7 @@ def run_figures(
         ttft_p99=percentile(ttfts, 99),
         goodput=within / lasted_s,
         in_slo=within / len(answers),
+        added_ms=1000 * (fmean(ttfts) * scale.real_s - watched.engines_ttft_s) if ttfts else float("nan"),
         hit_rate=sum(each.cached_tokens for each in good) / prompt if prompt else 0.0,
         busiest=max(watched.computed_tokens) / max(1.0, fmean(watched.computed_tokens)),
         late_p99_s={
@@ -93,7 +97,7 @@ def table(runs: Sequence[Run]) -> str:
     """A line for each trace and router: means of the runs that count, and their mean TTFTs one by one."""
     lines = [
         f"{'trace':13} {'router':26} {'ttft mean':>9} {'p50':>7} {'p99':>7} {'goodput/s':>9} {'in slo':>6} {'hit':>6} "
-        f"{'busiest':>7} {'errors':>6} {'router cores':>12}  mean ttft of each run"
+        f"{'busiest':>7} {'added ms':>8} {'errors':>6} {'router cores':>12}  mean ttft of each run"
     ]
     for trace, router in dict.fromkeys((run.trace, run.router) for run in runs):
         all_of_it = [run for run in runs if (run.trace, run.router) == (trace, router)]
@@ -103,7 +107,7 @@ def table(runs: Sequence[Run]) -> str:
         lines.append(
             f"{trace:13} {router:26} {_mean(counted, 'ttft_mean'):9.2f} {_mean(counted, 'ttft_p50'):7.2f} "
             f"{_mean(counted, 'ttft_p99'):7.2f} {_mean(counted, 'goodput'):9.2f} {_mean(counted, 'in_slo'):6.3f} "
-            f"{_mean(counted, 'hit_rate'):6.3f} {_mean(counted, 'busiest'):7.2f} "
+            f"{_mean(counted, 'hit_rate'):6.3f} {_mean(counted, 'busiest'):7.2f} {_mean(counted, 'added_ms'):8.1f} "
             f"{sum(run.errors for run in all_of_it):6} {fmean(_router_cores(run) for run in counted):12.2f}  {each}"
         )
     return "\n".join(lines)

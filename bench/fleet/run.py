@@ -54,6 +54,7 @@ async def run_stack(stack: Stack, size: FleetSize, requests: Sequence[TextReques
     """Raises `StackFailed`."""
     with tempfile.TemporaryDirectory(prefix="wr-bench-") as folder:
         async with _running(stack, size, Path(folder)) as (site, parts):
+            warmed_up = await _ask_engines(site)
             before, began = _cpu_s(parts), time.monotonic()
             answers = await run_load(site.port, requests)
             lasted_s = time.monotonic() - began
@@ -61,7 +62,9 @@ async def run_stack(stack: Stack, size: FleetSize, requests: Sequence[TextReques
             cores[OTHERS] = max(0.0, 2 * cores[OTHERS] - sum(cores.values()))
             told = await _ask_engines(site)
     late = [each for engine in told for each in engine.lateness_s]
-    return answers, Watched(late, [engine.computed_tokens for engine in told], cores)
+    served = sum(engine.requests for engine in told) - sum(engine.requests for engine in warmed_up)
+    waited_s = sum(engine.ttft_s for engine in told) - sum(engine.ttft_s for engine in warmed_up)
+    return answers, Watched(late, [engine.computed_tokens for engine in told], cores, waited_s / max(1, served))
 
 
 class EngineTold(msgspec.Struct):
@@ -69,6 +72,8 @@ class EngineTold(msgspec.Struct):
 
     lateness_s: list[float]
     computed_tokens: int
+    requests: int
+    ttft_s: float
 
 
 @contextlib.asynccontextmanager

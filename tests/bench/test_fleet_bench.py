@@ -238,10 +238,11 @@ def test_figures_are_in_the_traces_seconds_and_failures_cost_goodput():
         load.Answer(2.0, 0.001, 1.5, 3.0, prompt_tokens=100, cached_tokens=0, output_tokens=1),
         load.Answer(2.5, 0.001, error="status 503"),
     ]
-    watched = report.Watched([0.0, 0.001], [100, 36], {"engines": 0.5, "router": 0.25})
+    watched = report.Watched([0.0, 0.001], [100, 36], {"engines": 0.5, "router": 0.25}, 0.9)
     run = report.run_figures("t", "r", answers, watched, scale, slo_s=2.0)
     assert (run.ttft_mean, run.ttft_p50, run.ttft_p99) == (2.0, 1.0, 3.0)
     assert (run.errors, run.in_slo, run.goodput) == (1, pytest.approx(1 / 3), pytest.approx(1 / 10))
+    assert run.added_ms == pytest.approx(100)  # of a mean of 1 s on the clock
     assert (run.hit_rate, run.busiest) == (0.32, pytest.approx(100 / 68))
     assert not run.is_late
     assert "r  " in report.table([run])
