@@ -8,13 +8,13 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from directory.members import HostRegistration, Member, encode_registration
+from directory.members import GatewayRegistration, HostRegistration, Member, encode_registration
 from gateway.completion import Completion
 from gateway.encoding_report import EncodingReport
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_probe import IdsProbe
-from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
@@ -22,6 +22,7 @@ from gateway.openai_schema import CHAT, COMPLETIONS, ENDPOINTS, RERANK, RESPONSE
 from gateway.parity.parity import Parity
 from gateway.preparation import Incoming, Prepared
 from gateway.routing.query import RoutingDecision, Score
+from gateway.shared_load import EngineLoads
 
 FIELD_ENDPOINTS = {"prompt": COMPLETIONS, "input": RESPONSES, "query": RERANK[0], "text_1": SCORE, "queries": SCORE}
 """To which endpoint a request with this field goes, the first that is there, unless it has messages."""
@@ -33,7 +34,8 @@ def create_admin_api(
     lookup: ChunkLookup,
     encoding: EncodingReport,
     probe: IdsProbe,
-    ledger: Ledger,
+    loads: EngineLoads,
+    publisher: LoadPublisher,
     parity: Parity,
     metrics: GatewayMetrics,
     is_draining: Any,
@@ -64,7 +66,11 @@ def create_admin_api(
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
-        return _fleet_rows(fleet, lookup, ledger, encoding, probe) | {"parity": parity.rows()}
+        return _fleet_rows(fleet, lookup, loads, encoding, probe) | {
+            "parity": parity.rows(),
+            "reports": publisher.state,
+            "other_gateways": [_gateway_row(member) for member in loads.gateways],
+        }
 
     _add_explanation(api, completion, fleet, body_bytes_max)
     return api
@@ -89,7 +95,7 @@ def _add_explanation(api: FastAPI, completion: Completion, fleet: Fleet, body_by
 
 
 def _fleet_rows(
-    fleet: Fleet, lookup: ChunkLookup, ledger: Ledger, encoding: EncodingReport, probe: IdsProbe
+    fleet: Fleet, lookup: ChunkLookup, loads: EngineLoads, encoding: EncodingReport, probe: IdsProbe
 ) -> dict[str, Any]:
     table = fleet.table
     return {
@@ -97,7 +103,7 @@ def _fleet_rows(
         "unix_time_s": time.time(),
         **_directory_row(fleet, lookup),
         "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-        "engines": [_engine_row(view, fleet, ledger, encoding, probe) for _, view in sorted(table.engines.items())],
+        "engines": [_engine_row(view, fleet, loads, encoding, probe) for _, view in sorted(table.engines.items())],
         "model_files": encoding.of_files(table.engines.values()),
     }
 
@@ -161,6 +167,16 @@ def _score_row(score: Score) -> dict[str, Any]:
         "expected_ttft_seconds": score.expected_ttft_s,
         "matched_tokens": score.matched_tokens,
         "tier_tokens": {tier.label: tokens for tier, tokens in score.tier_tokens.items()},
+        "expected_tokens": score.expected_tokens,
+    }
+
+
+def _gateway_row(member: Member) -> dict[str, Any]:
+    assert isinstance(member.registration, GatewayRegistration)
+    return {
+        "gateway": member.registration.gateway,
+        "url": member.registration.url,
+        "inflight_requests": sum(work.running for work in member.load.booked.values()),
     }
 
 
@@ -179,9 +195,9 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
 
 
 def _engine_row(
-    view: EngineView, fleet: Fleet, ledger: Ledger, encoding: EncodingReport, probe: IdsProbe
+    view: EngineView, fleet: Fleet, loads: EngineLoads, encoding: EncodingReport, probe: IdsProbe
 ) -> dict[str, Any]:
-    registration = view.registration
+    registration, own, others = view.registration, loads.of_own(view.engine), loads.of_others(view.engine)
     is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
     placements = "believed" if is_believed else "not believed"
     row: dict[str, Any] = {
@@ -193,8 +209,10 @@ def _engine_row(
         **encoding.of_engine(view),
         "token_ids": probe.state(view),
         "placements": placements if registration else "none without an agent",
-        "inflight_requests": ledger.running(view.engine),
-        "booked_seconds": round(ledger.wait_s(view.engine), 4),
+        "inflight_requests": own.running,
+        "booked_seconds": round(own.wait_s, 4),
+        "others_inflight_requests": others.running,
+        "others_booked_seconds": round(others.wait_s, 4),
         "flops": view.rates.flops if view.rates else None,
     }
     if registration is not None:

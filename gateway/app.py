@@ -14,8 +14,10 @@ import httpx
 import uvicorn
 from prometheus_client import disable_created_metrics
 
+from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
+from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -30,6 +32,7 @@ from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
 from gateway.openai_api import OpenAiApi
@@ -39,7 +42,11 @@ from gateway.prefetch import Prefetcher
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.response_homes import ResponseHomes
+from gateway.routing.assumed import AssumedPlacements
+from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
+from gateway.sent_prompts import SentPrompts
+from gateway.shared_load import EngineLoad, EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 
@@ -69,7 +76,8 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
-        ledger, metrics = Ledger(clock), GatewayMetrics()
+        ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
+        loads = EngineLoads(ledger, clock)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
@@ -77,32 +85,35 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: _tell(table, encoders, local_models, probe),
+            on_change=lambda table: _tell(table, encoders, local_models, probe, sent),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
+            on_gateways=loads.take,
+            own_lives=lambda: assumer.own_lives,
         )
-        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
+        publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
+        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
+        dispatcher = Dispatcher(POLICIES[config.routing.policy](), ledger, loads, sent, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
-        stored = StoredResponses(homes, fleet, upstream)
+        stored = StoredResponses(homes, fleet, upstream, ledger)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
         admin_app = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, parity, metrics, stop.is_set, limit
+            completion, fleet, lookup, report, probe, loads, publisher, parity, metrics, stop.is_set, limit
         )
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -146,6 +157,25 @@ def _encoders(
     metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
     local_models = LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
     return encoders, local_models, self_checks
+
+
+def _publishers(
+    config: GatewayConfig,
+    directory: RedisDirectory,
+    ledger: Ledger,
+    loads: EngineLoads,
+    assumed: AssumedPlacements,
+    fleet: Fleet,
+    metrics: GatewayMetrics,
+) -> tuple[LoadPublisher, AssumedPublisher]:
+    listen = config.listen
+    name = GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
+
+    def count(op: str) -> None:
+        metrics.directory_errors.labels(op).inc()
+
+    loads_told = LoadPublisher(directory, name, ledger, loads, time.monotonic, on_error=count)
+    return loads_told, AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
 
 
 def _freeze() -> None:
@@ -200,9 +230,16 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe) -> None:
+def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe, sent: SentPrompts) -> None:
     encoders.want([*_wanted(table), *local_models.wanted()])
     probe.see(table)
+    sent.keep(table)
+
+
+def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
+    kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+    assumed = AssumedPlacements(config.routing.assumed_s)
+    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
 
 
 def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
@@ -211,5 +248,5 @@ def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
     return [(files, view.agent_url) for view in views if (files := view.files) is not None]
 
 
-def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:
-    return [(engine, ledger.running(engine), ledger.wait_s(engine)) for engine in fleet.table.engines]
+def _engine_loads(fleet: Fleet, loads: EngineLoads) -> list[tuple[str, EngineLoad, EngineLoad]]:
+    return [(engine, loads.of_own(engine), loads.of_others(engine)) for engine in fleet.table.engines]

@@ -7,13 +7,21 @@ whose agent has died goes on serving, routed by load, and a dead engine is left 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
 from directory.interface import DirectoryReader
-from directory.members import POLL_INTERVAL_S, EngineRegistration, HostRegistration, Member
+from directory.members import (
+    POLL_INTERVAL_S,
+    EngineRegistration,
+    GatewayRegistration,
+    HostRegistration,
+    Member,
+    name_of,
+    place_of,
+)
 from directory.placements import Reach
 from gateway.belief import Belief
 from gateway.config import EngineConfig
@@ -53,6 +61,12 @@ class EngineView:
     """What its `gpu` tier is said to hold; 0 as well where nothing is said of it."""
     configured_files: ModelFiles | None = None
     listed_context: int | None = None
+    peer_address: str | None = None
+    """Where other hosts' agents fetch its host's chunks."""
+    peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """How fast its host's agent got chunks from others, by their `peer_address`."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Those of its models that it lists as adapters (LoRA), and of which model."""
 
     @property
     def files(self) -> ModelFiles | None:
@@ -127,8 +141,10 @@ class Fleet:
         on_name_taken: Callable[[], None] = lambda: None,
         on_unread: Callable[[], None] = lambda: None,
         files_of: Callable[[str], ModelFiles | None] = lambda engine: None,
+        on_gateways: Callable[[Sequence[Member]], None] = lambda gateways: None,
+        own_lives: Callable[[], Collection[bytes]] = tuple,
     ) -> None:
-        self._files_of = files_of
+        self._files_of, self._on_gateways, self._own_lives = files_of, on_gateways, own_lives
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
         self._on_name_taken, self._on_unread = on_name_taken, on_unread
@@ -188,19 +204,22 @@ class Fleet:
         """Read the table once and join it with what health checks know."""
         sent_at = self._clock()
         try:
-            members = await self._directory.members()
+            rows = await self._directory.members()
         except DirectoryError as error:
             if not self.directory_state.startswith("unavailable"):
                 logger.warning("the directory's table can't be read, keeping the last: %s", error)
             self._miss(f"unavailable: {error}")
             return
         self._read_at = sent_at
-        self._believe(members)
+        gateways = [row for row in rows if isinstance(row.registration, GatewayRegistration)]
+        self._on_gateways([row for row in gateways if not _assumed_of(row)[0]])
+        members = [row for row in rows if not isinstance(row.registration, GatewayRegistration)]
+        self._believe([*members, *(row for row in gateways if _assumed_of(row)[0])])
         self._note_full(members)
         incumbents = {engine: view.url for engine, view in self._table.engines.items()}
         incumbents |= {host: _place(member) for host, member in self._table.hosts.items()}
         hosts = self._chosen(_hosts(members), incumbents)
-        engines = {name: self._table.engines.get(name, view) for name, view in self._static.items()}
+        engines = self._static_views(gateways)
         engines |= {view.engine: view for view in self._views(members, hosts, incumbents)}
         for engine, view in self._table.engines.items():
             if engine not in engines and view.state in ("ready", "starting"):
@@ -217,11 +236,14 @@ class Fleet:
             if view is not None and view.url == asked[engine]:
                 if health.state != view.state:
                     logger.info("engine %s at %s: %s", engine, view.url, health.state)
-                engines[engine] = replace(view, state=health.state)
+                own = view.models if view.registration is None else view.registration.models
+                adapters = {each: parent for each, parent in health.adapters.items() if each not in own}
+                view = replace(view, state=health.state, models=(*own, *adapters), adapters=adapters)
+                engines[engine] = view
                 if view.registration is None:
                     engines[engine] = replace(
                         view,
-                        state=health.state,
+                        adapters=health.adapters,
                         models=health.models or view.models,
                         configured_files=self._files_of(engine),
                         listed_context=health.context_tokens,
@@ -230,7 +252,8 @@ class Fleet:
 
     def _target(self, view: EngineView) -> Target:
         static = self._static.get(view.engine)
-        return Target(view.engine, view.url, view.models if static is None else static.models, view.api_key)
+        own = view.models if view.registration is None else view.registration.models
+        return Target(view.engine, view.url, own if static is None else static.models, view.api_key)
 
     async def _poll_for_ever(self) -> None:
         while True:
@@ -302,21 +325,42 @@ class Fleet:
             host = hosts.get(registration.host)
             own = engine_lives[name, _place(member)]
             of_host = host_lives[_name(host), _place(host)] if host else frozenset()
+            of_agent = host.registration if host and isinstance(host.registration, HostRegistration) else None
             before = self._table.engines.get(name)
             is_same = before is not None and before.url == registration.url
+            listed = before.adapters if before is not None and is_same else {}
+            adapters = {each: parent for each, parent in listed.items() if each not in registration.models}
             views.append(
                 EngineView(
                     name,
                     registration.url,
-                    registration.models,
+                    (*registration.models, *adapters),
                     registration,
-                    host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
+                    of_agent.agent_url if of_agent else "",
                     Reach(name, own & believed, of_host & believed),
                     member.load.rates,
                     before.state if before is not None and is_same else "starting",
                     announced_chunks=member.load.announced_chunks,
+                    adapters=adapters,
+                    peer_address=of_agent.peer_address if of_agent else None,
+                    peer_bytes_per_s=host.load.peer_bytes_per_s if host else {},
                 )
             )
+        return views
+
+    def _static_views(self, gateways: Sequence[Member]) -> dict[str, EngineView]:
+        """Engines without an agent, with what other gateways assume of them."""
+        believed = self._belief.lives(self._clock()) - frozenset(self._own_lives())
+        lives: dict[tuple[str, str], set[bytes]] = {}
+        for member in gateways:
+            if member.incarnation in believed:
+                lives.setdefault(_assumed_of(member), set()).add(member.incarnation)
+        views = {}
+        for name, static in self._static.items():
+            view = self._table.engines.get(name, static)
+            reach = Reach(name, frozenset(lives.get((name, view.url), ())), frozenset())
+            is_new = view.registration is None and view.reach != reach
+            views[name] = replace(view, reach=reach) if is_new else view
         return views
 
     def _chosen(self, members: Sequence[Member], incumbents: Mapping[str, str]) -> dict[str, Member]:
@@ -363,18 +407,23 @@ def _static_view(engine: EngineConfig) -> EngineView:
     return EngineView(engine.engine, engine.url, engine.models, None, "", _nothing(engine.engine), None, api_key=key)
 
 
+def _assumed_of(gateway: Member) -> tuple[str, str]:
+    """The engine's name and URL whose placements this life of a gateway's assumes; empty for a gateway's own life."""
+    registration = gateway.registration
+    assert isinstance(registration, GatewayRegistration)
+    return registration.engine, registration.engine_url
+
+
 def _hosts(members: Sequence[Member]) -> list[Member]:
     return [member for member in members if isinstance(member.registration, HostRegistration)]
 
 
 def _name(member: Member) -> str:
-    registration = member.registration
-    return registration.host if isinstance(registration, HostRegistration) else registration.engine
+    return name_of(member.registration)
 
 
 def _place(member: Member) -> str:
-    registration = member.registration
-    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+    return place_of(member.registration)
 
 
 def _lives_by_place(members: Sequence[Member]) -> dict[tuple[str, str], frozenset[bytes]]:

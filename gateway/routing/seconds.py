@@ -74,6 +74,8 @@ def _score(candidate: Candidate, prompt_tokens: int, second_s: float, neutral: R
         prefill_s=prefill,
         matched_tokens=cut.chunks * candidate.chunk_tokens,
         tier_tokens=tier_tokens,
+        expected_tokens=max(0, cut.chunks + candidate.expected_chunks - candidate.match.chunks)
+        * candidate.chunk_tokens,
     )
 
 
