@@ -31,13 +31,15 @@ from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
-from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
+from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge, RateGauges
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
+from gateway.rates import ObservedRates, RateReport
 from gateway.response_homes import ResponseHomes
 from gateway.routing.policies import POLICIES
 from gateway.stored_responses import StoredResponses
@@ -70,6 +72,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
+        watch = PrefillWatch(ObservedRates(clock), metrics)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
@@ -77,25 +80,26 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: _tell(table, encoders, local_models, probe),
+            on_change=lambda table: _tell(table, encoders, local_models, probe, watch),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
         )
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
+        metrics.registry.register(RateGauges(lambda: _engine_rates(fleet, watch)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
         admin_app = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, parity, metrics, stop.is_set, limit
+            completion, fleet, lookup, report, probe, ledger, watch, parity, metrics, stop.is_set, limit
         )
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -200,9 +204,12 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe) -> None:
+def _tell(
+    table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe, watch: PrefillWatch
+) -> None:
     encoders.want([*_wanted(table), *local_models.wanted()])
     probe.see(table)
+    watch.see(table)
 
 
 def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
@@ -213,3 +220,7 @@ def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
 
 def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:
     return [(engine, ledger.running(engine), ledger.wait_s(engine)) for engine in fleet.table.engines]
+
+
+def _engine_rates(fleet: Fleet, watch: PrefillWatch) -> list[tuple[str, RateReport]]:
+    return [(view.engine, watch.report(view)) for view in fleet.table.engines.values()]

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from directory.placements import NO_MATCH
+from gateway.audit import Usage
 from gateway.fleet import EngineView
 from gateway.ledger import Booking, Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Prefetcher, hint_for
+from gateway.prefill_watch import PrefillWatch, WatchedPrefill
 from gateway.preparation import Prepared
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
@@ -19,14 +21,21 @@ class Dispatch:
 
     booking: Booking
     ledger: Ledger
+    prefill: WatchedPrefill
 
-    def first_byte(self) -> None:
-        """Its prefill is done; repeating it changes nothing."""
+    def first_byte(self, is_computed: bool = True) -> None:
+        """Its prefill is done, or else it was refused (not `is_computed`); repeating it changes nothing."""
         self.ledger.first_byte(self.booking)
+        self.prefill.first_byte(is_computed)
+
+    def note_usage(self, usage: Usage | None) -> None:
+        """What the engine reports at the end of a good answer."""
+        self.prefill.note_usage(usage)
 
     def release(self) -> None:
         """It is over; repeating it changes nothing."""
         self.ledger.release(self.booking)
+        self.prefill.release()
 
 
 class Dispatcher:
@@ -36,11 +45,12 @@ class Dispatcher:
         self,
         policy: Policy,
         ledger: Ledger,
+        watch: PrefillWatch,
         prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._policy, self._ledger, self._prefetcher = policy, ledger, prefetcher
+        self._policy, self._ledger, self._watch, self._prefetcher = policy, ledger, watch, prefetcher
         self._metrics, self._clock = metrics, clock
 
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
@@ -62,14 +72,15 @@ class Dispatcher:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
         score = decision.ranked[0]
         booking = self._ledger.book(view.engine, score.service_s, is_streamed)
+        prefill = self._watch.send(view, prepared, score, is_streamed)
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
-        return Dispatch(booking, self._ledger)
+        return Dispatch(booking, self._ledger, prefill)
 
     def _candidate(self, prepared: Prepared, view: EngineView) -> Candidate:
         return Candidate(
             engine=view.engine,
             shape=view.shape,
-            rates=view.rates,
+            rates=self._watch.rates_of(view),
             chunk_tokens=view.chunk_tokens,
             match=prepared.holders.matches.get(view.engine, NO_MATCH),
             wait_s=self._ledger.wait_s(view.engine),

@@ -34,13 +34,15 @@ from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.lookup import ChunkLookup
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, RateGauges
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
+from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
 from gateway.routing.policies import POLICIES
 from gateway.stored_responses import StoredResponses
@@ -142,8 +144,18 @@ async def gateway_for(
         encoders.encoder = encoder
         stack.callback(encoders.close)
         probe = IdsProbe(sends_ids, encoders, control, clock)
-        fleet = Fleet(seen, HealthCheck(control), clock, static=config.engines, on_change=probe.see)
         ledger, metrics = Ledger(clock), GatewayMetrics()
+        watch = PrefillWatch(ObservedRates(clock), metrics)
+        fleet = Fleet(
+            seen,
+            HealthCheck(control),
+            clock,
+            static=config.engines,
+            on_change=lambda table: (probe.see(table), watch.see(table)),  # type: ignore[func-returns-value]
+        )
+        metrics.registry.register(
+            RateGauges(lambda: [(view.engine, watch.report(view)) for view in fleet.table.engines.values()])
+        )
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -154,7 +166,7 @@ async def gateway_for(
         stack.callback(comparing.cancel)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
@@ -162,7 +174,7 @@ async def gateway_for(
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
         admin = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, parity, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, report, probe, ledger, watch, parity, metrics, lambda: False, body_bytes_max
         )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe)
