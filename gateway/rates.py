@@ -48,8 +48,8 @@ SAMPLES_NEEDED = 3.0
 """Fresh samples after which the rate of an engine that registered none is believed."""
 ERRORS_MAX = 64
 """First tokens whose expectation is kept for an engine's median error."""
-CURRENT_S = 1.0
-"""How long a corrected rate is used until the age of its samples is looked at again."""
+CURRENT_S = 0.25
+"""How long a corrected rate is used until its samples, and their age, are looked at again."""
 FLOPS_MIN, FLOPS_MAX = 1e3, 1e19
 
 
@@ -209,7 +209,6 @@ class ObservedRates:
             stretch.is_clean = False
             if stretch.sample is not None and stretch.sample in sending.engine.samples:
                 sending.engine.samples.remove(stretch.sample)
-                sending.engine.current_until = -math.inf
 
     def rates(self, name: str, registered: Rates | None) -> Rates | None:
         """What to believe of an engine that registered `registered`."""
@@ -259,7 +258,6 @@ class ObservedRates:
         flops = min(max(stretch.flop / (seconds - stretch.load_s), FLOPS_MIN), FLOPS_MAX)
         stretch.sample = _Sample(math.log(flops), min(stretch.tokens, TOKENS_COUNTED_MAX), ended_at)
         engine.samples.append(stretch.sample)
-        engine.current_until = -math.inf
 
 
 def _fresh(engine: _Engine, now: float) -> float:

@@ -1,6 +1,7 @@
 """A serving gateway learns from first tokens how fast its engines are, uses that, and shows it."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from tests.gateway.mock_engine import Behaviour, MockEngine, answer_status, answ
 from tests.gateway.samples import ENGINE_LOAD, MODEL
 
 PROMPTS = 10
+BOUND_S = 20.0
 assert ENGINE_LOAD.rates is not None
 REGISTERED_FLOPS = ENGINE_LOAD.rates.flops
 """At which a prompt of this file takes two seconds; the mock engine answers in milliseconds."""
@@ -32,10 +34,10 @@ def prompt(number: int) -> str:
     return f"{number}: " + "a prompt of more than 512 tokens of a byte each " * 15
 
 
-async def ask(client: httpx.AsyncClient, gateway: TestGateway, stream: bool = True, usage: bool = False) -> float:
+async def ask(client: httpx.AsyncClient, gateway: TestGateway, prompts: int = PROMPTS, stream: bool = True) -> float:
     """Ask distinct prompts; the time to first token that was expected of the last, in seconds."""
     expected = ""
-    for number in range(PROMPTS):
+    for number in range(prompts):
         fields: dict[str, Any] = {"model": MODEL, "prompt": prompt(number), "stream": stream}
         answer = await client.post(gateway.url + COMPLETIONS, json=fields, headers={"x-warmroute-explain": "1"})
         expected = answer.headers.get("x-warmroute-expected-ttft-ms", "0")
@@ -43,29 +45,34 @@ async def ask(client: httpx.AsyncClient, gateway: TestGateway, stream: bool = Tr
     return float(expected) / 1000
 
 
-async def row_of(gateway: TestGateway) -> dict[str, Any]:
+async def row_of(gateway: TestGateway, holds: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any]:
+    """The engine's row of `/fleet`, once it is as it should be."""
     transport = httpx.ASGITransport(app=gateway.admin)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as admin:
-        row: dict[str, Any] = (await admin.get("/fleet")).json()["engines"][0]
-        return row
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as admin, asyncio.timeout(BOUND_S):
+        while True:
+            row: dict[str, Any] = (await admin.get("/fleet")).json()["engines"][0]
+            if holds(row):
+                return row
+            await asyncio.sleep(0.01)
 
 
 async def test_streams_correct_an_engines_rate_which_routing_uses_and_operators_see(client: httpx.AsyncClient) -> None:
     async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
         before = await row_of(gateway)
         assert (before["flops_correction"], before["flops_samples"], before["ttft_error_factor"]) == (1.0, 0.0, None)
-        expected_s = await ask(client, gateway)
-        row = await row_of(gateway)
+        await ask(client, gateway)
+        row = await row_of(gateway, lambda row: row["flops_correction"] > 1.5)
+        expected_s = await ask(client, gateway, 1)
         assert row["flops_registered"] == REGISTERED_FLOPS
-        assert 1.5 < row["flops_correction"] <= CORRECTION_MAX  # so far from the truth that the bound is met
+        assert row["flops_correction"] <= CORRECTION_MAX  # however far the registered rate is from the truth
         assert row["flops"] == pytest.approx(row["flops_correction"] * REGISTERED_FLOPS, rel=0.001)
         assert row["flops_samples"] == pytest.approx(PROMPTS, abs=0.5)
         assert row["ttft_error_factor"] > 1.5
         assert row["ttft_took_over_expected"] < 1
         assert set(row["break_even_tokens"]) == {"dram"}
         assert 0 < expected_s < 1.0, "it was two seconds"
-        assert gateway.count("warmroute_ttft_estimate_error_ratio_count") == PROMPTS
-        assert gateway.count("warmroute_engine_flops", engine="a") == pytest.approx(row["flops"], rel=0.01)
+        assert gateway.count("warmroute_ttft_estimate_error_ratio_count") == PROMPTS + 1
+        assert gateway.count("warmroute_engine_flops", engine="a") > 1.5 * REGISTERED_FLOPS
 
 
 async def report_more_cached(engine: MockEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -96,7 +103,7 @@ async def test_answers_that_say_nothing_of_the_prefill_teach_nothing(
     client: httpx.AsyncClient, behaviour: Behaviour, stream: bool
 ) -> None:
     async with MockEngine("a", behaviour) as engine, gateway_for([engine]) as gateway:
-        await ask(client, gateway, stream)
+        await ask(client, gateway, stream=stream)
         row = await row_of(gateway)
         assert (row["flops"], row["flops_samples"]) == (REGISTERED_FLOPS, 0.0)
 
@@ -109,7 +116,7 @@ async def test_an_engine_without_agent_gets_a_rate_by_its_first_tokens(client: h
                 message = {"role": "user", "content": prompt(number) * 8}
                 fields = {"model": MODEL, "messages": [message], "stream": True}
                 assert (await client.post(gateway.url + CHAT, json=fields)).status_code == 200
-            row = await row_of(gateway)
+            row = await row_of(gateway, lambda row: row["flops"] is not None)
             assert row["flops"] > 1e9
             assert row["flops_registered"] is None
 
