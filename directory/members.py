@@ -36,6 +36,8 @@ NUMBER_MAX = 10**19
 PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
+ENGINES_BOOKED_MAX = 1024
+"""Engines in one gateway's report of what it booked; a full one is 100 kB."""
 
 
 def draw_incarnation() -> bytes:
@@ -87,7 +89,34 @@ class EngineRegistration:
             )
 
 
-Registration = HostRegistration | EngineRegistration
+@dataclass(frozen=True, slots=True)
+class GatewayRegistration:
+    """One gateway, which reports what it has booked on engines. `url` is its admin API; nobody needs to reach it."""
+
+    gateway: str
+    url: str
+
+
+Registration = HostRegistration | EngineRegistration | GatewayRegistration
+
+
+@dataclass(frozen=True, slots=True)
+class BookedWork:
+    """One gateway's account of an engine, when it was reported.
+
+    Of the prefills that are outstanding: `backlog_s` is the sum of their predicted seconds, `head_s` that of the first,
+    which could start `head_age_s` seconds ago. The engine showed `free_age_s` seconds ago that it was done with one.
+    `running` requests are open, with `active_tokens` prompt tokens; `queued_tokens` are still to be computed.
+    """
+
+    backlog_s: float = 0.0
+    head_s: float = 0.0
+    head_age_s: float = 0.0
+    free_age_s: float = 0.0
+    prefills: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    active_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +129,8 @@ class Load:
 
     `peer_bytes_per_s`, of a host: how fast chunks came from other hosts' agents, by their `peer_address`. At most
     `PEERS_REPORTED_MAX` of them; a peer that isn't named wasn't measured lately.
+
+    `booked`, of a gateway: its open requests, by engine. At most `ENGINES_BOOKED_MAX`.
     """
 
     rates: Rates | None = None
@@ -110,6 +141,7 @@ class Load:
     is_directory_full: bool = False
     peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     announced_chunks: int = 0
+    booked: Mapping[str, BookedWork] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +168,43 @@ class Renewal:
     lapsed_s: float = 0.0
 
 
+ROLES: Mapping[str, type[Registration]] = {
+    "host": HostRegistration,
+    "engine": EngineRegistration,
+    "gateway": GatewayRegistration,
+}
+
+
 class UnreadableMember(DirectoryError):
     """A row of the table that this version can't read; readers skip it, count it, and keep the others."""
 
 
+def role_of(registration: Registration) -> str:
+    """`host`, `engine` or `gateway`."""
+    return next(role for role, kind in ROLES.items() if isinstance(registration, kind))
+
+
+def name_of(registration: Registration) -> str:
+    """What a host, an engine or a gateway is called."""
+    match registration:
+        case HostRegistration():
+            return registration.host
+        case EngineRegistration():
+            return registration.engine
+        case GatewayRegistration():
+            return registration.gateway
+
+
+def place_of(registration: Registration) -> str:
+    """The URL where it is."""
+    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+
+
 def encode_registration(registration: Registration) -> bytes:
     """JSON of a registration, with its role."""
-    role = "host" if isinstance(registration, HostRegistration) else "engine"
-    return json.dumps({"role": role, **asdict(registration)}, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(
+        {"role": role_of(registration), **asdict(registration)}, separators=(",", ":"), sort_keys=True
+    ).encode()
 
 
 def decode_registration(data: bytes) -> Registration:
@@ -166,6 +227,9 @@ def _decoded_registration(data: bytes) -> Registration:
             if row.get("peer_address") is not None:
                 _text(row["peer_address"], "peer_address", PEER_ADDRESS_CHARS_MAX)
             return HostRegistration(**_known_fields(HostRegistration, row))
+        if role == "gateway":
+            _require_text(row, "gateway", "url")
+            return GatewayRegistration(**_known_fields(GatewayRegistration, row))
         if role != "engine":
             raise UnreadableMember(f"unknown role {role!r}")
         return _decode_engine(row)
@@ -195,6 +259,8 @@ def encode_load(load: Load) -> bytes:
         row["peers"] = dict(load.peer_bytes_per_s)
     if load.announced_chunks:
         row["announced"] = load.announced_chunks
+    if load.booked:
+        row["booked"] = {engine: _packed(work) for engine, work in load.booked.items()}
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -214,6 +280,7 @@ def decode_load(data: bytes) -> Load:
             is_directory_full=row.get("directory_full") is True,
             peer_bytes_per_s=_peers(row.get("peers", {})),
             announced_chunks=int(_number(row.get("announced", 0))),
+            booked=_booked(row.get("booked", {})),
         )
     except KeyError as error:
         raise UnreadableMember(f"a load report lacks the field {error}") from error
@@ -287,3 +354,22 @@ def _peers(row: Mapping[str, Any]) -> dict[str, float]:
     if len(row) > PEERS_REPORTED_MAX:
         raise ValueError(f"more than {PEERS_REPORTED_MAX} peers")
     return {_text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, above=0) for address, value in row.items()}
+
+
+def _packed(work: BookedWork) -> list[float]:
+    """Seconds to the millisecond, then counts: the report is small, and read by every gateway at every poll."""
+    seconds = (round(each, 3) for each in (work.backlog_s, work.head_s, work.head_age_s, work.free_age_s))
+    return [*seconds, work.prefills, work.running, work.queued_tokens, work.active_tokens]
+
+
+def _booked(row: Mapping[str, Any]) -> dict[str, BookedWork]:
+    if len(row) > ENGINES_BOOKED_MAX:
+        raise ValueError(f"more than {ENGINES_BOOKED_MAX} engines")
+    return {_text(engine, "an engine"): _unpacked(packed) for engine, packed in row.items()}
+
+
+def _unpacked(packed: Any) -> BookedWork:
+    """What a newer version puts behind is ignored."""
+    backlog_s, head_s, head_age_s, free_age_s, *counts = map(_number, packed[:8])
+    prefills, running, queued_tokens, active_tokens = map(int, counts)
+    return BookedWork(backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued_tokens, active_tokens)

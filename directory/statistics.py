@@ -14,7 +14,7 @@ from directory import redis_schema as schema
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.interface import Lookup
-from directory.members import HostRegistration, Member, draw_incarnation
+from directory.members import ROLES, Member, draw_incarnation, role_of
 from directory.placements import PARTITIONS, unpack_holders
 from directory.server_report import ServerReport, read_report
 from directory.tiers import TIERS
@@ -238,10 +238,9 @@ def state_of(member: Member) -> str:
 
 
 def _lives(members: Sequence[Member]) -> dict[str, dict[str, int]]:
-    lives = {role: {"live": 0, "lapsed": 0, "retired": 0} for role in ("hosts", "engines")}
+    lives = {f"{role}s": {"live": 0, "lapsed": 0, "retired": 0} for role in ROLES}
     for member in members:
-        role = "hosts" if isinstance(member.registration, HostRegistration) else "engines"
-        lives[role][state_of(member)] += 1
+        lives[f"{role_of(member.registration)}s"][state_of(member)] += 1
     return lives
 
 

@@ -10,13 +10,13 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from directory.costs import Rates, break_even_tokens
-from directory.members import HostRegistration, Member, encode_registration
+from directory.members import GatewayRegistration, HostRegistration, Member, encode_registration
 from gateway.completion import Completion
 from gateway.encoding_report import EncodingReport
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_probe import IdsProbe
-from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
@@ -25,6 +25,7 @@ from gateway.parity.parity import Parity
 from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Incoming, Prepared
 from gateway.routing.query import RoutingDecision, Score
+from gateway.shared_load import EngineLoads
 
 FIELD_ENDPOINTS = {"prompt": COMPLETIONS, "input": RESPONSES, "query": RERANK[0], "text_1": SCORE, "queries": SCORE}
 """To which endpoint a request with this field goes, the first that is there, unless it has messages."""
@@ -36,7 +37,8 @@ def create_admin_api(
     lookup: ChunkLookup,
     encoding: EncodingReport,
     probe: IdsProbe,
-    ledger: Ledger,
+    loads: EngineLoads,
+    publisher: LoadPublisher,
     watch: PrefillWatch,
     parity: Parity,
     metrics: GatewayMetrics,
@@ -68,7 +70,11 @@ def create_admin_api(
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
-        return _fleet_rows(fleet, lookup, ledger, watch, encoding, probe) | {"parity": parity.rows()}
+        return _fleet_rows(fleet, lookup, loads, watch, encoding, probe) | {
+            "parity": parity.rows(),
+            "reports": publisher.state,
+            "other_gateways": [_gateway_row(member) for member in loads.gateways],
+        }
 
     _add_explanation(api, completion, fleet, body_bytes_max)
     return api
@@ -95,7 +101,7 @@ def _add_explanation(api: FastAPI, completion: Completion, fleet: Fleet, body_by
 def _fleet_rows(
     fleet: Fleet,
     lookup: ChunkLookup,
-    ledger: Ledger,
+    loads: EngineLoads,
     watch: PrefillWatch,
     encoding: EncodingReport,
     probe: IdsProbe,
@@ -107,7 +113,7 @@ def _fleet_rows(
         "unix_time_s": time.time(),
         **_directory_row(fleet, lookup),
         "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-        "engines": [_engine_row(view, fleet, ledger, encoding, probe) | _rate_row(view, watch) for view in views],
+        "engines": [_engine_row(view, fleet, loads, encoding, probe) | _rate_row(view, watch) for view in views],
         "model_files": encoding.of_files(table.engines.values()),
     }
 
@@ -174,6 +180,15 @@ def _score_row(score: Score) -> dict[str, Any]:
     }
 
 
+def _gateway_row(member: Member) -> dict[str, Any]:
+    assert isinstance(member.registration, GatewayRegistration)
+    return {
+        "gateway": member.registration.gateway,
+        "url": member.registration.url,
+        "inflight_requests": sum(work.running for work in member.load.booked.values()),
+    }
+
+
 def _host_row(name: str, member: Member) -> dict[str, Any]:
     load = member.load
     assert isinstance(member.registration, HostRegistration)
@@ -189,9 +204,9 @@ def _host_row(name: str, member: Member) -> dict[str, Any]:
 
 
 def _engine_row(
-    view: EngineView, fleet: Fleet, ledger: Ledger, encoding: EncodingReport, probe: IdsProbe
+    view: EngineView, fleet: Fleet, loads: EngineLoads, encoding: EncodingReport, probe: IdsProbe
 ) -> dict[str, Any]:
-    registration = view.registration
+    registration, own, others = view.registration, loads.of_own(view.engine), loads.of_others(view.engine)
     is_believed = fleet.is_directory_known() and bool(view.reach.own or view.reach.host)
     placements = "believed" if is_believed else "not believed"
     row: dict[str, Any] = {
@@ -203,8 +218,10 @@ def _engine_row(
         **encoding.of_engine(view),
         "token_ids": probe.state(view),
         "placements": placements if registration else "none without an agent",
-        "inflight_requests": ledger.running(view.engine),
-        "booked_seconds": round(ledger.wait_s(view.engine), 4),
+        "inflight_requests": own.running,
+        "booked_seconds": round(own.wait_s, 4),
+        "others_inflight_requests": others.running,
+        "others_booked_seconds": round(others.wait_s, 4),
     }
     if registration is not None:
         row |= {

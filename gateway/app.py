@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from prometheus_client import disable_created_metrics
 
+from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
 from gateway.client_connection import ClientConnection
@@ -30,6 +31,7 @@ from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge, RateGauges
 from gateway.openai_api import OpenAiApi
@@ -39,9 +41,10 @@ from gateway.prefetch import Prefetcher
 from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
-from gateway.rates import ObservedRates, RateReport
+from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
 from gateway.routing.policies import POLICIES
+from gateway.shared_load import EngineLoad, EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 
@@ -73,6 +76,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics = Ledger(clock), GatewayMetrics()
         watch = PrefillWatch(ObservedRates(clock), metrics)
+        loads = EngineLoads(ledger, clock)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
@@ -85,28 +89,30 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
+            on_gateways=loads.take,
         )
-        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, ledger)))
-        metrics.registry.register(RateGauges(lambda: _engine_rates(fleet, watch)))
+        publisher = _load_publisher(config, directory, ledger, loads, metrics)
+        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
+        metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, watch, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
         admin_app = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, watch, parity, metrics, stop.is_set, limit
+            completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, stop.is_set, limit
         )
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -150,6 +156,19 @@ def _encoders(
     metrics.registry.register(ModelFilesGauge(lambda: [each.state for _, each, _ in encoders.progress()]))
     local_models = LocalModels(config.engines, files, lambda wanted: encoders.find(wanted) is not None)
     return encoders, local_models, self_checks
+
+
+def _load_publisher(
+    config: GatewayConfig, directory: RedisDirectory, ledger: Ledger, loads: EngineLoads, metrics: GatewayMetrics
+) -> LoadPublisher:
+    listen = config.listen
+    name, url = f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}"
+    registration = GatewayRegistration(name, url)
+
+    def count(op: str) -> None:
+        metrics.directory_errors.labels(op).inc()
+
+    return LoadPublisher(directory, registration, ledger, loads, time.monotonic, on_error=count)
 
 
 def _freeze() -> None:
@@ -218,9 +237,5 @@ def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
     return [(files, view.agent_url) for view in views if (files := view.files) is not None]
 
 
-def _engine_loads(fleet: Fleet, ledger: Ledger) -> list[tuple[str, int, float]]:
-    return [(engine, ledger.running(engine), ledger.wait_s(engine)) for engine in fleet.table.engines]
-
-
-def _engine_rates(fleet: Fleet, watch: PrefillWatch) -> list[tuple[str, RateReport]]:
-    return [(view.engine, watch.report(view)) for view in fleet.table.engines.values()]
+def _engine_loads(fleet: Fleet, loads: EngineLoads) -> list[tuple[str, EngineLoad, EngineLoad]]:
+    return [(engine, loads.of_own(engine), loads.of_others(engine)) for engine in fleet.table.engines]

@@ -13,6 +13,7 @@ from gateway.prefill_watch import PrefillWatch, WatchedPrefill
 from gateway.preparation import Prepared
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
+from gateway.shared_load import EngineLoads
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,14 @@ class Dispatcher:
         self,
         policy: Policy,
         ledger: Ledger,
+        loads: EngineLoads,
         watch: PrefillWatch,
         prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._policy, self._ledger, self._watch, self._prefetcher = policy, ledger, watch, prefetcher
+        self._policy, self._ledger, self._loads, self._watch = policy, ledger, loads, watch
+        self._prefetcher = prefetcher
         self._metrics, self._clock = metrics, clock
 
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
@@ -71,20 +74,32 @@ class Dispatcher:
     def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
         score = decision.ranked[0]
-        booking = self._ledger.book(view.engine, score.service_s, is_streamed)
-        prefill = self._watch.send(view, prepared, score, is_streamed)
+        prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
+        others_prefills = self._loads.of_others(view.engine).prefills
+        prefill = self._watch.send(view, prepared, score, is_streamed, others_prefills)
+        booking = self._ledger.book(
+            view.engine,
+            score.service_s,
+            is_streamed,
+            new_tokens=max(0, prompt_tokens - score.matched_tokens),
+            prompt_tokens=prompt_tokens,
+            ahead_s=self._loads.ahead_s(view.engine),
+        )
         self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
         return Dispatch(booking, self._ledger, prefill)
 
     def _candidate(self, prepared: Prepared, view: EngineView) -> Candidate:
+        load = self._loads.of(view.engine)
         return Candidate(
             engine=view.engine,
             shape=view.shape,
             rates=self._watch.rates_of(view),
             chunk_tokens=view.chunk_tokens,
             match=prepared.holders.matches.get(view.engine, NO_MATCH),
-            wait_s=self._ledger.wait_s(view.engine),
-            prefills=self._ledger.prefills(view.engine),
-            running=self._ledger.running(view.engine),
+            wait_s=load.wait_s,
+            prefills=load.prefills,
+            running=load.running,
             prompt_tokens=prepared.prompt.tokens_of(view),
+            queued_tokens=load.queued_tokens,
+            active_tokens=load.active_tokens,
         )

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
 from directory.interface import DirectoryReader
-from directory.members import POLL_INTERVAL_S, EngineRegistration, HostRegistration, Member
+from directory.members import (
+    POLL_INTERVAL_S,
+    EngineRegistration,
+    GatewayRegistration,
+    HostRegistration,
+    Member,
+    name_of,
+    place_of,
+)
 from directory.placements import Reach
 from gateway.belief import Belief
 from gateway.config import EngineConfig
@@ -127,8 +135,9 @@ class Fleet:
         on_name_taken: Callable[[], None] = lambda: None,
         on_unread: Callable[[], None] = lambda: None,
         files_of: Callable[[str], ModelFiles | None] = lambda engine: None,
+        on_gateways: Callable[[Sequence[Member]], None] = lambda gateways: None,
     ) -> None:
-        self._files_of = files_of
+        self._files_of, self._on_gateways = files_of, on_gateways
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
         self._on_name_taken, self._on_unread = on_name_taken, on_unread
@@ -188,13 +197,15 @@ class Fleet:
         """Read the table once and join it with what health checks know."""
         sent_at = self._clock()
         try:
-            members = await self._directory.members()
+            rows = await self._directory.members()
         except DirectoryError as error:
             if not self.directory_state.startswith("unavailable"):
                 logger.warning("the directory's table can't be read, keeping the last: %s", error)
             self._miss(f"unavailable: {error}")
             return
         self._read_at = sent_at
+        self._on_gateways([row for row in rows if isinstance(row.registration, GatewayRegistration)])
+        members = [row for row in rows if not isinstance(row.registration, GatewayRegistration)]
         self._believe(members)
         self._note_full(members)
         incumbents = {engine: view.url for engine, view in self._table.engines.items()}
@@ -368,13 +379,11 @@ def _hosts(members: Sequence[Member]) -> list[Member]:
 
 
 def _name(member: Member) -> str:
-    registration = member.registration
-    return registration.host if isinstance(registration, HostRegistration) else registration.engine
+    return name_of(member.registration)
 
 
 def _place(member: Member) -> str:
-    registration = member.registration
-    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+    return place_of(member.registration)
 
 
 def _lives_by_place(members: Sequence[Member]) -> dict[tuple[str, str], frozenset[bytes]]:

@@ -1,13 +1,29 @@
-"""The gateway's own account of requests in flight, per engine, in seconds. One object, one owner.
+"""The gateway's own account of requests in flight, per engine, in seconds and tokens. One object, one owner.
 
 Work is booked before a request is sent, released at the end of its body, and its prefill counts until the first byte.
-The wait on an engine is a queue's arithmetic: each outstanding request starts when the one before it is done, and
-takes its predicted service; every first byte corrects the prediction for those behind. A whole answer shows nothing
-before its end, so its prefill is taken for done when its predicted service is over.
+An engine prefills in the order of arrival, so the wait is a queue's arithmetic, and it takes three numbers of the
+whole queue: the sum of predicted services (`backlog_s`), and of its head the service and since when it runs. The head
+runs since it was booked, or since the last first byte or end before it, which corrects all that was predicted behind.
+
+    wait = backlog - head + |head - elapsed|
+
+While the head is within its prediction that is the backlog less what has elapsed. A head that is overdue is expected to
+take as long again as it is overdue: a little late is a little slow, and an engine that doesn't answer any more looks
+busier every second. A whole answer shows nothing before its end, so its prefill is taken for done when its predicted
+service is over.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+SERVICE_S_MAX = 3600.0
+"""A prediction counts for so much at most: no answer is waited for as long, and sums of seconds stay exact enough."""
+RECENT_S = 30.0
+"""In what time the memory of what was assigned to an engine fades to a third (1/e)."""
+RECENT_ENGINES_MAX = 4096
+"""Engines of which that is remembered; those that were given nothing for longest are forgotten first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -16,76 +32,191 @@ class Booking:
 
     engine: str
     service_s: float
-    booked_at: float
+    new_tokens: int
+    prompt_tokens: int
+    starts_at: float
+    """Its prefill starts then at the earliest."""
     is_streamed: bool
     is_prefilling: bool = True
     is_open: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What is booked on an engine, to be joined with other gateways' accounts of it.
+
+    Of the prefills that are outstanding: `backlog_s` is the sum of their services, `head_s` that of the first one, and
+    `head_at` when it could start. `free_at` is when the engine last showed that it was done with one. `queued_tokens`
+    are still to be computed there (a prompt counts whole until it is done), `active_tokens` are the prompt tokens of
+    all open requests.
+    """
+
+    backlog_s: float
+    head_s: float
+    head_at: float
+    free_at: float
+    prefills: int
+    running: int
+    queued_tokens: int
+    active_tokens: int
+
+    def wait_s(self, now: float) -> float:
+        """Seconds of this work before a new request would start."""
+        if not self.prefills:
+            return 0.0
+        elapsed_s = max(0.0, now - max(self.free_at, self.head_at))
+        return max(0.0, self.backlog_s - self.head_s) + abs(self.head_s - elapsed_s)
+
+
+IDLE = Account(0.0, 0.0, float("-inf"), float("-inf"), 0, 0, 0, 0)
+
+
 @dataclass(slots=True)
-class _Account:
-    bookings: list[Booking] = field(default_factory=list)
-    last_first_byte_at: float = float("-inf")
+class _Queue:
+    prefills: OrderedDict[Booking, None] = field(default_factory=OrderedDict)
+    free_at: float = float("-inf")
+    backlog_s: float = 0.0
+    running: int = 0
+    queued_tokens: int = 0
+    active_tokens: int = 0
 
 
 class Ledger:
-    """Books, and answers what is ahead of a request. `clock` gives monotonic seconds."""
+    """Books, and answers what is ahead of a request. `clock` gives monotonic seconds.
+
+    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._queues: dict[str, _Queue] = {}
+        self._recent: dict[str, tuple[float, float]] = {}
+        self.changes = 0
 
-    def book(self, engine: str, service_s: float, is_streamed: bool = True) -> Booking:
-        """Book `service_s` seconds on an engine; call before sending."""
-        booking = Booking(engine, service_s, self._clock(), is_streamed)
-        self._accounts.setdefault(engine, _Account()).bookings.append(booking)
+    def book(
+        self,
+        engine: str,
+        service_s: float,
+        is_streamed: bool = True,
+        new_tokens: int = 0,
+        prompt_tokens: int = 0,
+        ahead_s: float = 0.0,
+    ) -> Booking:
+        """Book `service_s` seconds on an engine; call before sending.
+
+        `new_tokens` of the prompt's `prompt_tokens` are to be computed. `ahead_s` are the seconds of other gateways'
+        work before it: a whole answer doesn't show when its turn came.
+        """
+        service_s = min(SERVICE_S_MAX, service_s)
+        assert service_s >= 0, "no work takes less than no time"
+        now = self._clock()
+        self._remember(engine, service_s, now)
+        starts_at = now if is_streamed else now + ahead_s
+        booking = Booking(engine, service_s, new_tokens, prompt_tokens, starts_at, is_streamed)
+        queue = self._queues.setdefault(engine, _Queue())
+        queue.prefills[booking] = None
+        queue.backlog_s += service_s
+        queue.queued_tokens += new_tokens
+        queue.active_tokens += prompt_tokens
+        queue.running += 1
+        self.changes += 1
         return booking
 
     def first_byte(self, booking: Booking) -> None:
         """The prefill is done; repeating it changes nothing."""
         if booking.is_open and booking.is_prefilling:
-            booking.is_prefilling = False
-            account = self._accounts[booking.engine]
-            account.last_first_byte_at = max(account.last_first_byte_at, self._clock())
+            queue, now = self._queues[booking.engine], self._clock()
+            _settle(queue, now)
+            if booking.is_prefilling:
+                _end_prefill(queue, booking)
+                queue.free_at = max(queue.free_at, now)
+            self.changes += 1
 
     def release(self, booking: Booking) -> None:
         """The request is over, however it ended; repeating it changes nothing."""
         if not booking.is_open:
             return
         booking.is_open = False
-        account = self._accounts[booking.engine]
-        account.bookings.remove(booking)
-        if not account.bookings:
-            del self._accounts[booking.engine]
+        queue, now = self._queues[booking.engine], self._clock()
+        _settle(queue, now)
+        if booking.is_prefilling:
+            if next(iter(queue.prefills)) is booking:  # what is behind it begins now
+                queue.free_at = max(queue.free_at, now)
+            _end_prefill(queue, booking)
+        queue.active_tokens -= booking.prompt_tokens
+        queue.running -= 1
+        if not queue.running:
+            del self._queues[booking.engine]
+        self.changes += 1
+
+    def account(self, engine: str) -> Account:
+        """All that is booked on an engine."""
+        queue = self._queues.get(engine)
+        if queue is None:
+            return IDLE
+        _settle(queue, self._clock())
+        head = next(iter(queue.prefills), None)
+        return Account(
+            queue.backlog_s,
+            head.service_s if head else 0.0,
+            head.starts_at if head else float("-inf"),
+            queue.free_at,
+            len(queue.prefills),
+            queue.running,
+            queue.queued_tokens,
+            queue.active_tokens,
+        )
 
     def wait_s(self, engine: str) -> float:
         """Seconds of booked work before a new request on this engine would start."""
-        ends = [end for _, end in self._prefill_ends(engine)]
-        account = self._accounts.get(engine)
-        free_at = max(ends, default=account.last_first_byte_at if account else 0.0)
-        return max(0.0, free_at - self._clock())
+        return self.account(engine).wait_s(self._clock())
 
     def prefills(self, engine: str) -> int:
         """Requests on this engine whose prefill is still to be done, as far as is known."""
-        now = self._clock()
-        return sum(booking.is_streamed or end > now for booking, end in self._prefill_ends(engine))
-
-    def _prefill_ends(self, engine: str) -> Iterator[tuple[Booking, float]]:
-        """Each outstanding prefill, in order, and when it is expected to end."""
-        account = self._accounts.get(engine)
-        if account is None:
-            return
-        free_at = account.last_first_byte_at
-        for booking in account.bookings:
-            if booking.is_prefilling:
-                free_at = max(free_at, booking.booked_at) + booking.service_s
-                yield booking, free_at
+        return self.account(engine).prefills
 
     def running(self, engine: str) -> int:
         """Open requests on this engine."""
-        account = self._accounts.get(engine)
-        return len(account.bookings) if account else 0
+        return self.account(engine).running
+
+    def queued_tokens(self, engine: str) -> int:
+        """Prompt tokens that this engine has still to compute; the prompt it computes now counts whole."""
+        return self.account(engine).queued_tokens
+
+    def active_tokens(self, engine: str) -> int:
+        """Prompt tokens of all open requests on this engine."""
+        return self.account(engine).active_tokens
+
+    def recent_s(self, engine: str) -> float:
+        """Seconds of work given to an engine lately, done or not; they fade with `RECENT_S`."""
+        seconds, at = self._recent.get(engine, (0.0, 0.0))
+        return seconds * math.exp((at - self._clock()) / RECENT_S) if seconds else 0.0
 
     def engines(self) -> tuple[str, ...]:
         """Engines with open requests."""
-        return tuple(self._accounts)
+        return tuple(self._queues)
+
+    def _remember(self, engine: str, service_s: float, now: float) -> None:
+        recent_s = self.recent_s(engine) + service_s
+        self._recent.pop(engine, None)
+        self._recent[engine] = (recent_s, now)
+        if len(self._recent) > RECENT_ENGINES_MAX:
+            del self._recent[next(iter(self._recent))]
+
+
+def _settle(queue: _Queue, now: float) -> None:
+    """Take whole answers' prefills for done whose predicted service is over, one after the other."""
+    while queue.prefills:
+        head = next(iter(queue.prefills))
+        end = max(queue.free_at, head.starts_at) + head.service_s
+        if head.is_streamed or end > now:
+            return
+        _end_prefill(queue, head)
+        queue.free_at = end
+
+
+def _end_prefill(queue: _Queue, booking: Booking) -> None:
+    booking.is_prefilling = False
+    del queue.prefills[booking]
+    queue.backlog_s = queue.backlog_s - booking.service_s if queue.prefills else 0.0
+    queue.queued_tokens -= booking.new_tokens

@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.rates import RateReport
+from gateway.shared_load import EngineLoad
 
 _TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100)
 _ERROR_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
@@ -157,24 +158,31 @@ class GatewayMetrics:
 
 
 class EngineGauges(Collector):
-    """Per-engine gauges read at scrape time; an engine's series go when it goes."""
+    """Per-engine gauges read at scrape time; an engine's series go when it goes.
 
-    def __init__(self, read: Callable[[], Iterable[tuple[str, int, float]]]) -> None:
+    `read` gives for each engine what this gateway has booked on it, and what the others say that they have.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, EngineLoad, EngineLoad]]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """See `prometheus_client`."""
-        inflight = GaugeMetricFamily(
-            "warmroute_inflight_requests", "Open requests on an engine, by this gateway's account.", labels=["engine"]
-        )
-        booked = GaugeMetricFamily(
-            "warmroute_booked_seconds", "Seconds of work booked ahead on an engine.", labels=["engine"]
-        )
-        for engine, running, wait_s in self._read():
-            inflight.add_metric([engine], running)
-            booked.add_metric([engine], wait_s)
-        yield inflight
-        yield booked
+        own, others = "by this gateway's account", "by the other gateways' reports"
+        inflight = _engine_gauge("inflight_requests", f"Open requests on an engine, {own}.")
+        booked = _engine_gauge("booked_seconds", f"Seconds of work booked ahead on an engine, {own}.")
+        others_inflight = _engine_gauge("others_inflight_requests", f"Open requests on an engine, {others}.")
+        others_booked = _engine_gauge("others_booked_seconds", f"Seconds of work booked ahead on an engine, {others}.")
+        for engine, load, others_load in self._read():
+            inflight.add_metric([engine], load.running)
+            booked.add_metric([engine], load.wait_s)
+            others_inflight.add_metric([engine], others_load.running)
+            others_booked.add_metric([engine], others_load.wait_s)
+        return inflight, booked, others_inflight, others_booked
+
+
+def _engine_gauge(name: str, says: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"warmroute_{name}", says, labels=["engine"])
 
 
 class RateGauges(Collector):

@@ -66,6 +66,10 @@ class PrefillWatch:
         """What is known of an engine's rate."""
         return self._rates.report(view.engine, view.rates)
 
+    def reports(self, table: FleetTable) -> list[tuple[str, RateReport]]:
+        """The same of every engine, with its name."""
+        return [(view.engine, self.report(view)) for view in table.engines.values()]
+
     def send(
         self, view: EngineView, prepared: Prepared, score: Score, is_streamed: bool, others_prefills: int = 0
     ) -> WatchedPrefill:

@@ -9,10 +9,10 @@ from directory.interface import DirectoryWriter
 from directory.members import (
     RENEW_INTERVAL_S,
     TERM_S,
-    HostRegistration,
     Load,
     Registration,
     draw_incarnation,
+    name_of,
 )
 from nodeagent.metrics import AgentMetrics
 
@@ -51,7 +51,7 @@ class Lives:
     @property
     def name(self) -> str:
         """Of the host or engine."""
-        return self.registration.host if isinstance(self.registration, HostRegistration) else self.registration.engine
+        return name_of(self.registration)
 
     @property
     def incarnations(self) -> tuple[bytes, ...]:

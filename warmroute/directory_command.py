@@ -17,7 +17,7 @@ from pydantic import Field
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.errors import DirectoryError, DirectoryUnavailable
 from directory.function_library import load_functions
-from directory.members import HostRegistration, Member
+from directory.members import EngineRegistration, GatewayRegistration, Member, name_of, place_of
 from directory.placements import unpack_holders
 from directory.redis_directory import RedisDirectory
 from directory.server_url import check_server_url
@@ -201,23 +201,32 @@ def _read_keys(given: list[str]) -> list[bytes]:
     return keys
 
 
-def _order(member: Member) -> tuple[str, bool, str]:
+def _order(member: Member) -> tuple[bool, str, bool, str]:
+    """By host, each before its engines; gateways are last."""
     registration = member.registration
-    is_engine = not isinstance(registration, HostRegistration)
-    return registration.host, is_engine, "" if isinstance(registration, HostRegistration) else registration.engine
+    is_gateway, is_engine = (isinstance(registration, kind) for kind in (GatewayRegistration, EngineRegistration))
+    return is_gateway, _host(member) or "", is_engine, name_of(registration)
+
+
+def _host(member: Member) -> str | None:
+    registration = member.registration
+    return None if isinstance(registration, GatewayRegistration) else registration.host
 
 
 def _member_row(member: Member) -> dict[str, Any]:
     registration, load = member.registration, member.load
+    is_engine = isinstance(registration, EngineRegistration)
     row = {
-        "host": registration.host,
-        "engine": None if isinstance(registration, HostRegistration) else registration.engine,
+        "host": _host(member),
+        "engine": name_of(registration) if is_engine else None,
         "state": state_of(member),
-        "url": registration.agent_url if isinstance(registration, HostRegistration) else registration.url,
-        "models": [] if isinstance(registration, HostRegistration) else list(registration.models),
+        "url": place_of(registration),
+        "models": list(registration.models) if isinstance(registration, EngineRegistration) else [],
         "incarnation": member.incarnation.hex(),
         "remaining_s": round(member.remaining_s, 2),
     }
+    if isinstance(registration, GatewayRegistration):
+        row["gateway"] = registration.gateway
     for tier, limit in load.tier_bytes_limit.items():
         row[f"{tier.label}_bytes_used"] = load.tier_bytes_used.get(tier, 0)
         row[f"{tier.label}_bytes_limit"] = limit
@@ -230,7 +239,7 @@ def _record_row(key: bytes, record: bytes | None, members: dict[bytes, Member]) 
         member = members.get(incarnation)
         holders.append(
             {
-                "holder": _name(member) if member else f"unknown {incarnation.hex()}",
+                "holder": name_of(member.registration) if member else f"unknown {incarnation.hex()}",
                 "tiers": list(tier_names(mask)),
                 "state": state_of(member) if member else "gone",
             }
@@ -238,20 +247,15 @@ def _record_row(key: bytes, record: bytes | None, members: dict[bytes, Member]) 
     return {"key": key.hex(), "answered": record is not None, "holders": holders}
 
 
-def _name(member: Member) -> str:
-    registration = member.registration
-    return registration.host if isinstance(registration, HostRegistration) else registration.engine
-
-
 def _is_of(member: Member, name: str) -> bool:
-    """Whether it is the host or engine of that name, or an engine of that host."""
-    return name in (member.registration.host, _name(member))
+    """Whether it is the host, engine or gateway of that name, or an engine of that host."""
+    return name in (_host(member), name_of(member.registration))
 
 
 def _forgotten_row(member: Member, is_done: bool) -> dict[str, Any]:
     was = state_of(member)
     return {
-        "holder": _name(member),
+        "holder": name_of(member.registration),
         "incarnation": member.incarnation.hex(),
         "was": was,
         "state": "retired" if is_done else was,

@@ -13,7 +13,7 @@ import uvicorn
 
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.interface import Batch, DirectoryReader, DirectoryWriter
-from directory.members import draw_incarnation
+from directory.members import GatewayRegistration, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
@@ -33,6 +33,7 @@ from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
+from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics, RateGauges
 from gateway.openai_api import OpenAiApi
@@ -45,6 +46,7 @@ from gateway.prompts import Prompts
 from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
 from gateway.routing.policies import POLICIES
+from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
@@ -95,6 +97,8 @@ class TestGateway:
     admin: object
     lives: dict[str, bytes]
     probe: IdsProbe
+    publisher: LoadPublisher
+    loads: EngineLoads
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -145,6 +149,7 @@ async def gateway_for(
         stack.callback(encoders.close)
         probe = IdsProbe(sends_ids, encoders, control, clock)
         ledger, metrics = Ledger(clock), GatewayMetrics()
+        loads = EngineLoads(ledger, clock)
         watch = PrefillWatch(ObservedRates(clock), metrics)
         fleet = Fleet(
             seen,
@@ -152,10 +157,11 @@ async def gateway_for(
             clock,
             static=config.engines,
             on_change=lambda table: (probe.see(table), watch.see(table)),  # type: ignore[func-returns-value]
+            on_gateways=loads.take,
         )
-        metrics.registry.register(
-            RateGauges(lambda: [(view.engine, watch.report(view)) for view in fleet.table.engines.values()])
-        )
+        metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
+        name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
+        publisher = LoadPublisher(directory, name, ledger, loads, clock)
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -166,18 +172,19 @@ async def gateway_for(
         stack.callback(comparing.cancel)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, watch, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
+        limit = body_bytes_max
         admin = create_admin_api(
-            completion, fleet, lookup, report, probe, ledger, watch, parity, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, lambda: False, limit
         )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe)
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads)
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from directory.members import EngineRegistration, HostRegistration, Member
+from directory.members import EngineRegistration, GatewayRegistration, Member, name_of, place_of, role_of
 from gateway.lookup import CHAINS_MAX
 from warmroute.doctor.finding import Finding, counted, note, right, wrong
 
@@ -36,9 +36,9 @@ _RULES: tuple[tuple[Mapping[str, str], bool, Callable[[str, str, str, str], Find
 
 
 def check_table(members: Sequence[Member], unreadable: Mapping[bytes, str]) -> list[Finding]:
-    """What the table itself tells."""
+    """What the table itself tells. Gateways come and go: a row that one left behind is no trouble."""
     findings = [_unreadable(incarnation, reason) for incarnation, reason in unreadable.items()]
-    current = [member for member in members if not member.retired]
+    current = [m for m in members if not m.retired and not isinstance(m.registration, GatewayRegistration)]
     names: dict[tuple[str, str], list[Member]] = {}
     for member in current:
         names.setdefault(_role_and_name(member), []).append(member)
@@ -139,12 +139,8 @@ def _lapsed(role: str, name: str, lives: Sequence[Member]) -> Finding:
 
 
 def _role_and_name(member: Member) -> tuple[str, str]:
-    registration = member.registration
-    if isinstance(registration, HostRegistration):
-        return "host", registration.host
-    return "engine", registration.engine
+    return role_of(member.registration), name_of(member.registration)
 
 
 def _place(member: Member) -> str:
-    registration = member.registration
-    return registration.agent_url if isinstance(registration, HostRegistration) else registration.url
+    return place_of(member.registration)
