@@ -90,6 +90,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
             on_gateways=loads.take,
+            hardware=config.hardware.tables(),
         )
         publisher = _load_publisher(config, directory, ledger, loads, metrics)
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))

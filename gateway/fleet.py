@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
+from directory.hardware import Hardware
 from directory.interface import DirectoryReader
 from directory.members import (
     POLL_INTERVAL_S,
@@ -61,6 +62,8 @@ class EngineView:
     """What its `gpu` tier is said to hold; 0 as well where nothing is said of it."""
     configured_files: ModelFiles | None = None
     listed_context: int | None = None
+    known_shape: ModelShape | None = None
+    """Of an engine without an agent: its model's, where it is in the table of hardware."""
 
     @property
     def files(self) -> ModelFiles | None:
@@ -77,7 +80,7 @@ class EngineView:
     @property
     def shape(self) -> ModelShape:
         """What its model's arithmetic depends on."""
-        return UNKNOWN_SHAPE if self.registration is None else self.registration.shape
+        return (self.known_shape or UNKNOWN_SHAPE) if self.registration is None else self.registration.shape
 
     @property
     def chunk_tokens(self) -> int:
@@ -135,15 +138,16 @@ class Fleet:
         on_name_taken: Callable[[], None] = lambda: None,
         on_unread: Callable[[], None] = lambda: None,
         files_of: Callable[[str], ModelFiles | None] = lambda engine: None,
+        hardware: Hardware | None = None,
         on_gateways: Callable[[Sequence[Member]], None] = lambda gateways: None,
     ) -> None:
-        self._files_of, self._on_gateways = files_of, on_gateways
+        self._hardware, self._files_of, self._on_gateways = hardware or Hardware(), files_of, on_gateways
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
         self._on_name_taken, self._on_unread = on_name_taken, on_unread
         self._taken: set[tuple[str, str]] = set()
         self._watchers: dict[str, set[Callable[[], None]]] = {}
-        self._static = {each.engine: _static_view(each) for each in static}
+        self._static = {each.engine: _static_view(each, self._hardware) for each in static}
         self._table = FleetTable(dict(self._static), {})
         self.directory_state = "not read yet"
         self.directory_full_for: tuple[str, ...] = ()
@@ -230,10 +234,12 @@ class Fleet:
                     logger.info("engine %s at %s: %s", engine, view.url, health.state)
                 engines[engine] = replace(view, state=health.state)
                 if view.registration is None:
+                    models = health.models or view.models
                     engines[engine] = replace(
                         view,
                         state=health.state,
-                        models=health.models or view.models,
+                        models=models,
+                        known_shape=self._known_shape(engine, models),
                         configured_files=self._files_of(engine),
                         listed_context=health.context_tokens,
                     )
@@ -242,6 +248,14 @@ class Fleet:
     def _target(self, view: EngineView) -> Target:
         static = self._static.get(view.engine)
         return Target(view.engine, view.url, view.models if static is None else static.models, view.api_key)
+
+    def _known_shape(self, engine: str, models: Sequence[str]) -> ModelShape | None:
+        """Of an engine without an agent: as configured, or by the models that it lists."""
+        static = self._static.get(engine)
+        if static is not None and static.known_shape is not None:
+            return static.known_shape
+        served = self._hardware.model_served(models)
+        return None if served is None else served.shape()
 
     async def _poll_for_ever(self) -> None:
         while True:
@@ -369,9 +383,19 @@ class Fleet:
         self._on_change(self._table)
 
 
-def _static_view(engine: EngineConfig) -> EngineView:
-    key = engine.api_key.get_secret_value() if engine.api_key else None
-    return EngineView(engine.engine, engine.url, engine.models, None, "", _nothing(engine.engine), None, api_key=key)
+def _static_view(engine: EngineConfig, hardware: Hardware) -> EngineView:
+    device = None if engine.accelerator is None else hardware.accelerator(engine.accelerator)
+    return EngineView(
+        engine.engine,
+        engine.url,
+        engine.models,
+        None,
+        "",
+        _nothing(engine.engine),
+        rates=None if device is None else Rates(device.useful_flops(engine.devices)),
+        api_key=engine.api_key.get_secret_value() if engine.api_key else None,
+        known_shape=None if engine.shape is None else hardware.model(engine.shape).shape(),
+    )
 
 
 def _hosts(members: Sequence[Member]) -> list[Member]:

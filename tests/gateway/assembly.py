@@ -158,6 +158,7 @@ async def gateway_for(
             static=config.engines,
             on_change=lambda table: (probe.see(table), watch.see(table)),  # type: ignore[func-returns-value]
             on_gateways=loads.take,
+            hardware=config.hardware.tables(),
         )
         metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
         name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
