@@ -46,7 +46,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device: FLOP/s of dense matrices in 16 and in 8 bits, as published, and bytes/s of its memory, 0 if unknown."""
+    """One device: FLOP/s of dense matrices in 16 and in 8 bits, as published; bytes/s of its memory, 0 if unknown."""
 
     flops_16_bit: float
     flops_8_bit: float
