@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from gateway.routing.policies import POLICIES
+from nodeagent.tiers.write_policy import WRITE_POLICIES
 from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
 from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace
 
 NODES_MAX = 4096
+GATEWAYS_MAX = 256
 BLOCKS_MAX = 10**8
-TIERS_DEFAULT, FLAWS_DEFAULT = TierBlocks(), Imperfection()
+TIERS_DEFAULT, FLAWS_DEFAULT, PLAN_DEFAULT = TierBlocks(), Imperfection(), FleetPlan(nodes=4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
         text = f"a node's {tier} tier in blocks of 512 tokens (default {blocks})"
         add(f"--{tier}-blocks", type=check, default=blocks, metavar="N", help=text)
+    text = "what is written to NVMe: reuse (as agents do by default), hit, through or demote"
+    add("--write-policy", choices=WRITE_POLICIES, default="reuse", help=text)
     for flag, name, text in (
         ("--announce-delay", "announce_delay_s", "seconds until a change in a tier is in the directory"),
         ("--service-error", "service_error", "deviation of the logarithm of booked over expected service"),
@@ -41,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(FLAWS_DEFAULT, name)
         add(flag, type=_number(flag), default=value, metavar="X", dest=name, help=f"{text} (default {value})")
+    text = "requests go to N gateways in turn, each with an account of its own (default 1)"
+    add("--gateways", type=_whole("gateways", 1, GATEWAYS_MAX), default=1, metavar="N", help=text)
+    add("--peers", action="store_true", help="hosts fetch blocks from each other's DRAM and NVMe")
+    rate = PLAN_DEFAULT.peer_bytes_per_s / 1e9
+    text = f"GB/s that a host takes from its peers (default {rate:g})"
+    add("--peer-rate", type=_number("the peers' rate", above=0), default=rate, metavar="X", help=text)
     add(
         "--prefill-chunk",
         type=_whole("the chunk", 16, BLOCKS_MAX),
@@ -72,6 +82,10 @@ def run_command(options: argparse.Namespace) -> int:
             engine_spread=options.engine_spread,
         ),
         prefill_chunk_tokens=options.prefill_chunk,
+        write_policy=options.write_policy,
+        gateways=options.gateways,
+        peers=options.peers,
+        peer_bytes_per_s=options.peer_rate * 1e9,
     )
     reports = []
     for policy in policies:

@@ -14,8 +14,9 @@ from warmroute.cli import main
 from warmroute.replay.engine_model import EngineModel, Job
 from warmroute.replay.hardware import FleetPlan, Imperfection, Model, TierBlocks
 from warmroute.replay.report import report
-from warmroute.replay.simulation import Outcome, replay
+from warmroute.replay.simulation import replay
 from warmroute.replay.trace import TracedRequest, TraceError, block_key, from_zero, read_trace
+from warmroute.replay.world import Outcome
 
 SECOND_A_BLOCK = Model(ModelShape(0.5, 0, 1, 25e9 / 2048), flops=512.0, step_s=0.5)  # type: ignore[arg-type]
 """Computes a block in a second, loads one from DRAM in a quarter, and replies with two tokens a second."""
@@ -147,7 +148,7 @@ def random_trace(count: int) -> list[TracedRequest]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_requests_end_and_tokens_add_up_alike_for_a_seed(policy: str) -> None:
     trace = random_trace(80)
-    small = plan(nodes=3, gpu=16, dram=4, nvme=30, imperfection=Imperfection())
+    small = plan(nodes=3, gpu=16, dram=24, nvme=60, imperfection=Imperfection(), write_policy="through")
     first, second = (report(policy, replay(trace, small, policy, seed=3), 2.0) for _ in range(2))
     assert first == second
     tokens = first.tokens

@@ -26,12 +26,9 @@ class Announcer:
         self._hosts = [_life(2 * number + 1) for number in range(len(engines))]
         self._attempts: dict[bytes, int] = {}
         self._spoke_at: dict[bytes, float] = {}
-        self._reach = ReachTable(
-            [
-                Reach(engine, frozenset({own}), frozenset({host}))
-                for engine, own, host in zip(engines, self._own, self._hosts, strict=True)
-            ]
-        )
+        lives = list(zip(engines, self._own, self._hosts, strict=True))
+        self._reach = ReachTable([Reach(engine, frozenset({own}), frozenset({host})) for engine, own, host in lives])
+        self._host_reach = ReachTable([Reach(engine, frozenset(), frozenset({host})) for engine, _, host in lives])
 
     def announce(self, number: int, changes: TierChanges, now: float) -> None:
         """Place what changed on a node. Lives that were silent for long speak up, or they would be forgotten."""
@@ -44,7 +41,14 @@ class Announcer:
 
     def matches(self, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """How far each engine reaches over these keys; those without a hit are left out."""
-        return self._reach.match(_at_once(self._directory.lookup(keys, deadline_s=1.0)).records) if keys else {}
+        return self._match(self._reach, keys)
+
+    def host_matches(self, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
+        """How far each engine's host reaches with its own tiers: what others may fetch from it."""
+        return self._match(self._host_reach, keys)
+
+    def _match(self, reach: ReachTable, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
+        return reach.match(_at_once(self._directory.lookup(keys, deadline_s=1.0)).records) if keys else {}
 
     def _place(self, life: bytes, states: Mapping[bytes, int], now: float) -> None:
         left = iter(states.items())

@@ -33,6 +33,7 @@ class Job:
     first_token_at: float = math.nan
     ended_at: float = math.nan
     service_s: float = 0.0
+    loaded_blocks: int = 0
     tier_tokens: Counter[Tier] = field(default_factory=Counter)
 
     @property
@@ -65,7 +66,7 @@ class EngineModel:
 
     def __init__(self, plan: FleetPlan, slowness: float = 1.0) -> None:
         self._plan, self._slowness = plan, slowness
-        self._tiers = NodeTiers(plan.blocks)
+        self.tiers = NodeTiers(plan.blocks, plan.write_policy)
         self._waiting: deque[Job] = deque()
         self._prefilling: Job | None = None
         self._left_s = 0.0
@@ -136,15 +137,16 @@ class EngineModel:
             return
         self._waiting.popleft()
         prompt, keys = job.request.prompt_tokens, job.request.keys
-        hit = self._tiers.match(keys[: usable_chunks(prompt, BLOCK_TOKENS)])
+        hit = self.tiers.match(keys[: usable_chunks(prompt, BLOCK_TOKENS)])
         cut = best_cut(self._plan.model.shape, self._plan.model.rates, prompt, BLOCK_TOKENS, hit)
         job.started_at = self._now
         job.tier_tokens.update({tier: BLOCK_TOKENS * hit[: cut.chunks].count(tier) for tier in set(hit[: cut.chunks])})
         job.service_s = cut.total_s * self._slowness
         self._blocks_used += job.kv_blocks
-        self._tiers.hold(keys)
-        self._tiers.reserve_private(job.private_blocks)
-        self._note(self._tiers.use(keys[: cut.chunks]), happened)
+        self.tiers.hold(keys)
+        self.tiers.reserve_private(job.private_blocks)
+        job.loaded_blocks = cut.chunks
+        self._note(self.tiers.open(keys[: cut.chunks]), happened)
         self._prefilling, self._left_s = job, job.service_s
         self._chunk_s = job.service_s / math.ceil(job.missed_tokens / self._plan.prefill_chunk_tokens)
 
@@ -153,7 +155,8 @@ class EngineModel:
         assert job is not None, "a prefill ends that has begun"
         job.first_token_at = self._now
         happened.first_tokens.append(job)
-        self._note(self._tiers.use(job.request.keys), happened)
+        keys = job.request.keys
+        self._note(self.tiers.store(keys, len(keys) - job.loaded_blocks), happened)
         if job.request.output_tokens == 1:
             self._end_reply(job, happened)
         else:
@@ -162,8 +165,8 @@ class EngineModel:
     def _end_reply(self, job: Job, happened: Happened) -> None:
         job.ended_at = self._now
         self._blocks_used -= job.kv_blocks
-        self._tiers.release(job.request.keys)
-        self._tiers.reserve_private(-job.private_blocks)
+        self.tiers.release(job.request.keys)
+        self.tiers.reserve_private(-job.private_blocks)
         happened.ends.append(job)
 
     def _note(self, changes: TierChanges, happened: Happened) -> None:

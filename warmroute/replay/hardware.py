@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from directory.costs import ModelShape, Rates, kv_bytes_per_token
+from directory.members import POLL_INTERVAL_S
 from directory.tiers import Tier
 
 TIER_BYTES_PER_S = {Tier.DRAM: 25e9, Tier.NVME: 7e9}
@@ -32,7 +33,10 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """Blocks of 512 tokens in each tier of a node; 0 for none. An engine always has some `gpu`."""
+    """Blocks of 512 tokens in each tier of a node; 0 for none. An engine always has some `gpu`.
+
+    Chunks reach NVMe through DRAM: without DRAM there is no NVMe either.
+    """
 
     gpu: int = 800
     dram: int = 2000
@@ -44,12 +48,15 @@ class Imperfection:
     """How far a gateway's knowledge is from the truth.
 
     `service_error`: standard deviation of the logarithm of a booked service over the expected one; `engine_spread`: the
-    same of an engine's real speed; `announce_delay_s`: until a change in a tier is in the directory.
+    same of an engine's real speed; `announce_delay_s`: until a change in a tier is in the directory. A gateway
+    reports its load every `report_interval_s`, and reads the others' reports every `poll_interval_s`.
     """
 
     service_error: float = 0.25
     engine_spread: float = 0.1
     announce_delay_s: float = 0.3
+    report_interval_s: float = 0.25
+    poll_interval_s: float = POLL_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,9 @@ class FleetPlan:
     `interference`: by how much each running reply slows a prefill; `prefill_chunk_tokens`: the tokens of a prompt that
     one step of the engine takes, between which every running reply gets one token. 512 is a budget at which replies
     hardly wait for prefills (Sarathi-Serve, OSDI 2024); larger ones make replies longer and fill the GPU's KV.
+    `write_policy`: which blocks are written to NVMe, by the agent's names. `gateways`: requests go to each in turn.
+    `peers`: whether hosts fetch from each other, at `peer_bytes_per_s` a host after `peer_s` seconds; the default is
+    what is left of 100 Gbit/s when both ends copy and check on one core.
     """
 
     nodes: int
@@ -67,3 +77,8 @@ class FleetPlan:
     imperfection: Imperfection = field(default_factory=Imperfection)
     interference: float = 0.01
     prefill_chunk_tokens: int = 512
+    write_policy: str = "reuse"
+    gateways: int = 1
+    peers: bool = False
+    peer_bytes_per_s: float = 6e9
+    peer_s: float = 0.002

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from directory.tiers import TIERS
-from warmroute.replay.simulation import Outcome
+from warmroute.replay.world import Outcome
 
 
 @dataclass(frozen=True, slots=True)

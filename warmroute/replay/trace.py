@@ -5,6 +5,7 @@ the start), `input_length` and `output_length` (tokens) and `hash_ids`, the ids 
 512 tokens. Equal ids mean equal content *and* equal prefix, so an id is a chunk key.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -46,8 +47,12 @@ def from_zero(requests: Sequence[TracedRequest], speed: float) -> list[TracedReq
 
 
 def block_key(block_id: int) -> bytes:
-    """The directory key of a block. All lie in one partition: an announcement is a few batches, not sixteen."""
-    return block_id.to_bytes(DIRECTORY_KEY_BYTES, "big")
+    """The directory key of a block: a digest, as policies expect of keys.
+
+    All lie in one partition: an announcement is a few batches, not sixteen.
+    """
+    digest = hashlib.blake2b(block_id.to_bytes(8, "big"), digest_size=DIRECTORY_KEY_BYTES - 1).digest()
+    return b"\x00" + digest
 
 
 def _read_line(number: int, line: str) -> TracedRequest:

@@ -1,0 +1,109 @@
+"""GatewayModel: one gateway of a replayed fleet. Its policy, ledger and overlay are the real ones."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Member
+from directory.placements import NO_MATCH, PrefixMatch
+from gateway.ledger import Booking, Ledger
+from gateway.routing.overlay import LIFETIME_S, Overlay
+from gateway.routing.policies import POLICIES
+from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
+from gateway.shared_load import EngineLoads, published
+from warmroute.replay.hardware import FleetPlan
+from warmroute.replay.trace import BLOCK_TOKENS, TracedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A gateway's row in the table of members, as of `at`."""
+
+    incarnation: bytes
+    at: float
+    booked: Mapping[str, BookedWork]
+
+    def as_member(self, now: float) -> Member:
+        """The row as it is read now."""
+        registration, load = GatewayRegistration(self.incarnation.hex(), ""), Load(booked=self.booked)
+        return Member(self.incarnation, registration, load, TERM_S - (now - self.at))
+
+
+class GatewayModel:
+    """Routes requests among the engines it is told of, by its own load and what other gateways report of theirs."""
+
+    def __init__(self, plan: FleetPlan, policy: str, clock: Callable[[], float], incarnation: bytes) -> None:
+        self._plan, self._clock, self._incarnation = plan, clock, incarnation
+        self._ledger, self._overlay, self._policy = Ledger(clock), Overlay(), POLICIES[policy]()
+        self._loads = EngineLoads(self._ledger, clock)
+        self._loads.is_own(incarnation)
+
+    def decide(
+        self,
+        request: TracedRequest,
+        engines: Sequence[str],
+        matches: Mapping[str, PrefixMatch],
+        peers: Mapping[str, PeerExtension],
+    ) -> RoutingDecision:
+        """Rank `engines` for a request. `matches` are what the directory says, `peers` what lengthens those."""
+        keys = request.keys
+        candidates = tuple(self._candidate(engine, keys, matches.get(engine, NO_MATCH), peers) for engine in engines)
+        return self._policy.route(RoutingQuery(request.prompt_tokens, affinity(request), candidates, keys=keys))
+
+    def send_off(self, request: TracedRequest, decision: RoutingDecision, service_error: float) -> Booking:
+        """Book a request on the first of the ranking, whose service is misjudged by this factor."""
+        score = decision.ranked[0]
+        self._overlay.expect(score.engine, request.keys, self._clock() + score.expected_ttft_s + LIFETIME_S)
+        return self._ledger.book(
+            score.engine,
+            score.service_s * service_error,
+            new_tokens=request.prompt_tokens - score.matched_tokens,
+            prompt_tokens=request.prompt_tokens,
+            ahead_s=self._loads.ahead_s(score.engine),
+        )
+
+    def first_byte(self, booking: Booking) -> None:
+        """The first token of a request has come."""
+        self._ledger.first_byte(booking)
+
+    def release(self, booking: Booking) -> None:
+        """A request is over."""
+        self._ledger.release(booking)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that it sent is over."""
+        return not self._ledger.engines()
+
+    def report(self) -> Report:
+        """What it tells the other gateways now."""
+        return Report(self._incarnation, self._clock(), published(self._ledger, self._clock()))
+
+    def take(self, reports: Iterable[Report]) -> None:
+        """The table of gateways, as read now."""
+        self._loads.take([each.as_member(self._clock()) for each in reports])
+
+    def _candidate(
+        self, engine: str, keys: Sequence[bytes], match: PrefixMatch, peers: Mapping[str, PeerExtension]
+    ) -> Candidate:
+        load = self._loads.of(engine)
+        match = self._overlay.extend(engine, match, keys, self._clock())
+        peer = peers.get(engine)
+        candidate = Candidate(
+            engine=engine,
+            shape=self._plan.model.shape,
+            rates=self._plan.model.rates,
+            chunk_tokens=BLOCK_TOKENS,
+            match=match,
+            wait_s=load.wait_s,
+            prefills=load.prefills,
+            running=load.running,
+            queued_tokens=load.queued_tokens,
+            active_tokens=load.active_tokens,
+            kv_tokens_max=self._plan.blocks.gpu * BLOCK_TOKENS,
+        )
+        return replace(candidate, peer=peer) if peer is not None and peer.chunks > match.chunks else candidate
+
+
+def affinity(request: TracedRequest) -> bytes:
+    """What sticks together: the second block names the first as well, which in many traces is everybody's."""
+    return request.keys[min(1, len(request.keys) - 1)] if request.keys else b""
