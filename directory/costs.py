@@ -59,9 +59,14 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: i
 
 def prefill_s(shape: ModelShape, rates: Rates, prompt_tokens: int, hit_tokens: int = 0) -> float:
     """Seconds to compute the tokens of a prompt after its first `hit_tokens`."""
+    return prefill_flop(shape, prompt_tokens, hit_tokens) / rates.flops
+
+
+def prefill_flop(shape: ModelShape, prompt_tokens: int, hit_tokens: int = 0) -> float:
+    """Floating-point operations to compute the tokens of a prompt after its first `hit_tokens`."""
     linear = 2 * shape.parameters * (prompt_tokens - hit_tokens)
     attention = 2 * shape.layers * shape.d_model * (prompt_tokens**2 - hit_tokens**2)
-    return (linear + attention) / rates.flops
+    return linear + attention
 
 
 def tier_load_s(shape: ModelShape, rates: Rates, tier: Tier, tokens: int) -> float:

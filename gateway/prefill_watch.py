@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from directory.costs import Rates, prefill_s
+from directory.costs import Rates, prefill_flop
 from gateway.audit import Usage
 from gateway.fleet import EngineView, FleetTable
 from gateway.metrics import GatewayMetrics
@@ -10,7 +10,6 @@ from gateway.preparation import Prepared
 from gateway.rates import EngineLife, ObservedRates, PrefillWork, RateReport, Sending
 from gateway.routing.query import Score
 
-ONE_FLOP_A_SECOND = Rates(1.0)
 LENGTH_ERROR_MAX = 0.25
 """A prompt that was longer or shorter by a larger share than was counted says nothing of a rate."""
 
@@ -76,7 +75,7 @@ class PrefillWatch:
         """A request goes to `view`, on which other gateways have `others_prefills` outstanding."""
         tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
         work = PrefillWork(
-            flop=prefill_s(view.shape, ONE_FLOP_A_SECOND, tokens, score.matched_tokens),
+            flop=prefill_flop(view.shape, tokens, score.matched_tokens),
             new_tokens=max(0, tokens - score.matched_tokens),
             load_s=score.load_s,
             expected_ttft_s=score.expected_ttft_s,

@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rate = PLAN_DEFAULT.peer_bytes_per_s / 1e9
     text = f"GB/s that a host takes from its peers (default {rate:g})"
     add("--peer-rate", type=_number("the peers' rate", above=0), default=rate, metavar="X", help=text)
+    text = "engines' registered rates are believed, whatever their first tokens show"
+    add("--uncorrected", action="store_true", help=text)
     add(
         "--prefill-chunk",
         type=_whole("the chunk", 16, BLOCKS_MAX),
@@ -85,6 +87,7 @@ def run_command(options: argparse.Namespace) -> int:
         write_policy=options.write_policy,
         gateways=options.gateways,
         peers=options.peers,
+        corrects_rates=not options.uncorrected,
         peer_bytes_per_s=options.peer_rate * 1e9,
     )
     reports = []

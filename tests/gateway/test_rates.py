@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from directory.costs import ModelShape, Rates, prefill_s
+from directory.costs import ModelShape, Rates, prefill_flop, prefill_s
 from directory.tiers import Tier
 from gateway.rates import CORRECTION_MAX, HALF_LIFE_S, EngineLife, ObservedRates, PrefillWork, Sending
 
@@ -62,7 +62,7 @@ class SimulatedEngine:
 
 
 def work_of(tokens: int, expected_ttft_s: float = 1.0, load_s: float = 0.0) -> PrefillWork:
-    return PrefillWork(prefill_s(SHAPE, Rates(1.0), tokens), tokens, load_s, expected_ttft_s)
+    return PrefillWork(prefill_flop(SHAPE, tokens), tokens, load_s, expected_ttft_s)
 
 
 @pytest.mark.parametrize("slowness", [0.5, 0.67, 1.0, 1.5, 2.0])

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from directory.costs import prefill_flop
 from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Member
 from directory.placements import NO_MATCH, PrefixMatch
 from gateway.ledger import Booking, Ledger
+from gateway.rates import ObservedRates, PrefillWork, Sending
 from gateway.routing.overlay import LIFETIME_S, Overlay
 from gateway.routing.policies import POLICIES
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
@@ -35,7 +37,9 @@ class GatewayModel:
         self._plan, self._clock, self._incarnation = plan, clock, incarnation
         self._ledger, self._overlay, self._policy = Ledger(clock), Overlay(), POLICIES[policy]()
         self._loads = EngineLoads(self._ledger, clock)
-        self._loads.is_own(incarnation)
+        self._loads.disregard(incarnation)
+        self._rates = ObservedRates(clock)
+        self._sent: dict[Booking, tuple[Sending, int]] = {}
 
     def decide(
         self,
@@ -53,21 +57,39 @@ class GatewayModel:
         """Book a request on the first of the ranking, whose service is misjudged by this factor."""
         score = decision.ranked[0]
         self._overlay.expect(score.engine, request.keys, self._clock() + score.expected_ttft_s + LIFETIME_S)
-        return self._ledger.book(
+        sending = self._rates.sent(
+            score.engine,
+            PrefillWork(
+                flop=prefill_flop(self._plan.model.shape, request.prompt_tokens, score.matched_tokens),
+                new_tokens=request.prompt_tokens - score.matched_tokens,
+                load_s=score.load_s,
+                expected_ttft_s=score.expected_ttft_s,
+            ),
+            is_streamed=True,
+            others_prefills=self._loads.of_others(score.engine).prefills,
+        )
+        booking = self._ledger.book(
             score.engine,
             score.service_s * service_error,
             new_tokens=request.prompt_tokens - score.matched_tokens,
             prompt_tokens=request.prompt_tokens,
             ahead_s=self._loads.ahead_s(score.engine),
         )
+        self._sent[booking] = sending, score.matched_tokens
+        return booking
 
     def first_byte(self, booking: Booking) -> None:
         """The first token of a request has come."""
         self._ledger.first_byte(booking)
+        self._rates.first_token(self._sent[booking][0])
 
-    def release(self, booking: Booking) -> None:
-        """A request is over."""
+    def release(self, booking: Booking, cached_tokens: int) -> None:
+        """A request is over, of whose prompt so many tokens were cached."""
         self._ledger.release(booking)
+        sending, matched_tokens = self._sent.pop(booking)
+        if cached_tokens != matched_tokens:
+            self._rates.mistaken(sending)
+        self._rates.ended(sending)
 
     @property
     def is_idle(self) -> bool:
@@ -87,11 +109,11 @@ class GatewayModel:
     ) -> Candidate:
         load = self._loads.of(engine)
         match = self._overlay.extend(engine, match, keys, self._clock())
-        peer = peers.get(engine)
+        peer, registered = peers.get(engine), self._plan.model.rates
         candidate = Candidate(
             engine=engine,
             shape=self._plan.model.shape,
-            rates=self._plan.model.rates,
+            rates=self._rates.rates(engine, registered) if self._plan.corrects_rates else registered,
             chunk_tokens=BLOCK_TOKENS,
             match=match,
             wait_s=load.wait_s,

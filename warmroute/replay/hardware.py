@@ -68,7 +68,8 @@ class FleetPlan:
     hardly wait for prefills (Sarathi-Serve, OSDI 2024); larger ones make replies longer and fill the GPU's KV.
     `write_policy`: which blocks are written to NVMe, by the agent's names. `gateways`: requests go to each in turn.
     `peers`: whether hosts fetch from each other, at `peer_bytes_per_s` a host after `peer_s` seconds; the default is
-    what is left of 100 Gbit/s when both ends copy and check on one core.
+    what is left of 100 Gbit/s when both ends copy and check on one core. `corrects_rates`: whether gateways learn from
+    first tokens how fast each engine is.
     """
 
     nodes: int
@@ -82,3 +83,4 @@ class FleetPlan:
     peers: bool = False
     peer_bytes_per_s: float = 6e9
     peer_s: float = 0.002
+    corrects_rates: bool = True

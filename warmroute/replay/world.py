@@ -139,7 +139,7 @@ class World:
             gateway.first_byte(booking)
         for job in happened.ends:
             gateway, booking = self._sent.pop(job.number)
-            gateway.release(booking)
+            gateway.release(booking, job.tier_tokens.total())
             self.at(self.now, partial(self.on_end, job))
         for moment, changes in happened.changes:
             self._announce_later(engine, changes, moment)
