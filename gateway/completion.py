@@ -121,10 +121,10 @@ class Completion:
     ) -> EngineFailed | None:
         """Send the request to one engine. A failure before the client's first byte is returned, not raised."""
         request, score = incoming.request, decision.ranked[0]
-        dispatch = self._dispatcher.send_off(prepared, decision, view, request.stream)
         answer: Answer | None = None
         own = prepared.prompt.of(view)
         watched = self._parity.watch(request, view, own)
+        dispatch = self._dispatcher.send_off(prepared, decision, view, request.stream)
         try:
             async with self._unless_lost(view.engine, may_retry):
                 known = None if view.engine in prepared.approximate else own

@@ -74,6 +74,7 @@ class Dispatcher:
     def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
         score = decision.ranked[0]
+        hint = hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens)
         prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
         others_prefills = self._loads.of_others(view.engine).prefills
         prefill = self._watch.send(view, prepared, score, is_streamed, others_prefills)
@@ -85,7 +86,7 @@ class Dispatcher:
             prompt_tokens=prompt_tokens,
             ahead_s=self._loads.ahead_s(view.engine),
         )
-        self._prefetcher.send(hint_for(view.agent_url, prepared.holders, score, view.chunk_tokens))
+        self._prefetcher.send(hint)
         return Dispatch(booking, self._ledger, prefill)
 
     def _candidate(self, prepared: Prepared, view: EngineView) -> Candidate:

@@ -122,6 +122,13 @@ class Ledger:
         self.changes += 1
         return booking
 
+    def open(self, engine: str) -> Booking:
+        """A request that computes nothing there: it counts as open, and for no work."""
+        queue = self._queues.setdefault(engine, _Queue())
+        queue.running += 1
+        self.changes += 1
+        return Booking(engine, 0.0, 0, 0, self._clock(), is_streamed=True, is_prefilling=False)
+
     def first_byte(self, booking: Booking) -> None:
         """The prefill is done; repeating it changes nothing."""
         if booking.is_open and booking.is_prefilling:

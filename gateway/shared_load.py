@@ -148,22 +148,18 @@ def _joined(reports: Sequence[tuple[float, BookedWork]]) -> _Others:
 def _joint_wait_s(own: Account, others: _Others, now: float) -> float:
     """The wait by both accounts: that of one queue which holds all of their prefills (see `gateway.ledger`).
 
-    What this gateway sent is known to be outstanding; of the others' work what time has passed for is taken for done.
-    Where all of theirs must be done and the own head still isn't, that one is overdue. Where nothing own is
-    outstanding, an overdue head of theirs is one that was so when it was reported.
+    An engine goes by the order of arrival. So where the first in the queue is this gateway's own, nothing behind it has
+    begun. Where it is one of theirs, what was left of their work when it was reported is done as time passes, and then
+    comes the own head's turn.
     """
     theirs = others.account
-    if not theirs.prefills:
-        return own.wait_s(now) if own.free_at >= theirs.free_at else _freed(own, theirs.free_at).wait_s(now)
     free_at = max(own.free_at, theirs.free_at)
-    if own.prefills:
-        elapsed_s = max(0.0, now - max(free_at, min(own.head_at, theirs.head_at)))
-        return max(0.0, own.backlog_s - own.head_s) + abs(theirs.backlog_s + own.head_s - elapsed_s)
-    began_at = max(free_at, theirs.head_at)
-    then_s = _freed(theirs, free_at).wait_s(others.seen_at)
-    return max(0.0, then_s - max(0.0, now - max(others.seen_at, began_at)))
-
-
-def _freed(account: Account, free_at: float) -> Account:
-    """`account`, of an engine that was done with another prefill at `free_at`."""
-    return replace(account, free_at=free_at)
+    if not theirs.prefills:
+        return replace(own, free_at=free_at).wait_s(now)
+    if own.prefills and own.head_at <= theirs.head_at:
+        return replace(own, backlog_s=own.backlog_s + theirs.backlog_s, free_at=free_at).wait_s(now)
+    left_s = replace(theirs, free_at=free_at).wait_s(others.seen_at)
+    over_s = left_s - (now - max(others.seen_at, free_at))
+    if not own.prefills:
+        return max(0.0, over_s)
+    return max(0.0, own.backlog_s - own.head_s) + abs(own.head_s + over_s)

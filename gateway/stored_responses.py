@@ -1,7 +1,7 @@
 """Responses that engines keep: `GET` and `DELETE /v1/responses/{id}`, `POST /v1/responses/{id}/cancel`.
 
-They go to the engine that made the response, and nowhere else; no other could answer. They compute nothing, so nothing
-is booked.
+They go to the engine that made the response, and nowhere else; no other could answer. They compute nothing, so they are
+open requests there in the ledger, and no work.
 """
 
 import logging
@@ -13,7 +13,8 @@ from gateway.audit import StreamTail
 from gateway.error_shapes import broken_stream_event
 from gateway.errors import NoEngineAvailable, NotFound, UpstreamError, UpstreamTimeout, quoted
 from gateway.events import whole_events
-from gateway.fleet import Fleet
+from gateway.fleet import EngineView, Fleet
+from gateway.ledger import Ledger
 from gateway.openai_schema import RESPONSES
 from gateway.response_homes import ID_CHARS_MAX, ResponseHomes
 from gateway.sink import Sink
@@ -58,8 +59,8 @@ def read_path(path: str) -> StoredPath | None:
 class StoredResponses:
     """Passes such requests on."""
 
-    def __init__(self, homes: ResponseHomes, fleet: Fleet, upstream: Upstream) -> None:
-        self._homes, self._fleet, self._upstream = homes, fleet, upstream
+    def __init__(self, homes: ResponseHomes, fleet: Fleet, upstream: Upstream, ledger: Ledger) -> None:
+        self._homes, self._fleet, self._upstream, self._ledger = homes, fleet, upstream, ledger
 
     async def serve(self, asked: StoredPath, method: str, query: bytes, headers: Headers, sink: Sink) -> None:
         """Answer it. Raises `GatewayError` while nothing was sent to the client."""
@@ -70,6 +71,15 @@ class StoredResponses:
         if view.state != "ready":
             raise NoEngineAvailable(f"the engine that has the response {quoted(asked.response_id)} isn't ready")
         url = f"{view.url}{asked.path}" + (f"?{query.decode('latin-1')}" if query else "")
+        booking = self._ledger.open(view.engine)
+        try:
+            status = await self._pass_on(view, url, method, headers, sink)
+        finally:
+            self._ledger.release(booking)
+        if method == "DELETE" and status == 200:
+            self._homes.forget(asked.response_id)
+
+    async def _pass_on(self, view: EngineView, url: str, method: str, headers: Headers, sink: Sink) -> int:
         try:
             answer = await self._upstream.send(url, headers, b"", view.api_key, method)
         except EngineFailed as failure:
@@ -81,8 +91,7 @@ class StoredResponses:
             await _relay(answer, sink)
         finally:
             answer.close()
-        if method == "DELETE" and answer.status == 200:
-            self._homes.forget(asked.response_id)
+        return answer.status
 
 
 async def _relay(answer: Answer, sink: Sink) -> None:

@@ -62,6 +62,7 @@ async def test_a_small_directory_is_counted_exactly(directory: RedisDirectory, r
     assert found.lives == {
         "hosts": {"live": 1, "lapsed": 0, "retired": 0},
         "engines": {"live": 0, "lapsed": 0, "retired": 1},
+        "gateways": {"live": 0, "lapsed": 0, "retired": 0},
     }
     assert set(found.schema_versions) == {"v1", "v9"}
     assert 0 < found.lookup_median_s <= found.lookup_max_s

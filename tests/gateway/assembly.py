@@ -45,7 +45,7 @@ from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
-from gateway.routing.policies import POLICIES
+from gateway.routing.policies import POLICIES, Policy
 from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
@@ -75,13 +75,16 @@ class FixedEncoders(Encoders):
     """Encoders that are there at once; all are `encoder`, where one is given."""
 
     encoder: Encoder | None = None
+    built: dict[str, Encoder]
 
     def find(self, files: ModelFiles) -> Encoder:
         if self.encoder is not None:
             return self.encoder
-        tokenizer = WholeTexts(ByteBackend(), Shared.of(self._pool), "for tests")
-        contents = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
-        return Encoder(tokenizer, build_renderer(files.renderer, contents), 10**6)
+        if files.renderer not in self.built:
+            tokenizer = WholeTexts(ByteBackend(), Shared.of(self._pool), "for tests")
+            contents = {"chat_template.jinja": TEMPLATE.encode(), "tokenizer_config.json": b"{}"}
+            self.built[files.renderer] = Encoder(tokenizer, build_renderer(files.renderer, contents), 10**6)
+        return self.built[files.renderer]
 
 
 @dataclass
@@ -99,6 +102,7 @@ class TestGateway:
     probe: IdsProbe
     publisher: LoadPublisher
     loads: EngineLoads
+    completion: Completion
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -124,6 +128,8 @@ async def gateway_for(
     renderer: str = "reference",
     encoder: Encoder | None = None,
     sends_ids: bool = False,
+    sender: IdsSender | None = None,
+    policy: Policy | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -145,7 +151,7 @@ async def gateway_for(
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         files = TokenizerFiles(config.files_folder, control)
         encoders = FixedEncoders(files)
-        encoders.encoder = encoder
+        encoders.encoder, encoders.built = encoder, {}
         stack.callback(encoders.close)
         probe = IdsProbe(sends_ids, encoders, control, clock)
         ledger, metrics = Ledger(clock), GatewayMetrics()
@@ -171,11 +177,12 @@ async def gateway_for(
         parity = Parity(fleet, seen, encoders, SelfChecks(metrics), metrics, clock)
         comparing = asyncio.create_task(parity.run())
         stack.callback(comparing.cancel)
-        homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
+        homes, prompts = ResponseHomes(clock), Prompts(encoders, lookup)
+        sender = sender or IdsSender(upstream, probe)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, watch, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(policy or POLICIES["seconds"](), ledger, loads, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
-        stored = StoredResponses(homes, fleet, upstream)
+        stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
@@ -185,7 +192,7 @@ async def gateway_for(
             completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, lambda: False, limit
         )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads)
+        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, completion)
 
 
 @contextlib.asynccontextmanager
