@@ -50,7 +50,7 @@ ERRORS_MAX = 64
 """First tokens whose expectation is kept for an engine's median error."""
 CURRENT_S = 0.25
 """How long a corrected rate is used until its samples, and their age, are looked at again."""
-FLOPS_MIN, FLOPS_MAX = 1e3, 1e19
+FLOPS_MIN, FLOPS_MAX = 1.0, 1e19
 
 
 @dataclass(frozen=True, slots=True)
