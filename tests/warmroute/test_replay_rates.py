@@ -23,19 +23,16 @@ def unique_prompts(seed: int) -> list[TracedRequest]:
     return requests
 
 
-def mean_ttft_s(spread: float, corrects_rates: bool, seed: int, gateways: int = 1) -> float:
-    plan = FleetPlan(
-        4, imperfection=Imperfection(engine_spread=spread), corrects_rates=corrects_rates, gateways=gateways
-    )
-    return report("seconds", replay(unique_prompts(seed), plan, "seconds", seed), 2.0).ttft.mean
+def mean_ttft_s(spread: float, corrects_rates: bool, seed: int) -> float:
+    """Of the policy that goes by the account of waits alone, so that nothing else is compared."""
+    plan = FleetPlan(4, imperfection=Imperfection(engine_spread=spread), corrects_rates=corrects_rates)
+    return report("least-load", replay(unique_prompts(seed), plan, "least-load", seed), 2.0).ttft.mean
 
 
-@pytest.mark.parametrize("gateways", [1, 2])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_correction_takes_a_tenth_off_the_wait_for_engines_of_unequal_speed(seed: int, gateways: int) -> None:
-    corrected = mean_ttft_s(0.5, True, seed, gateways)
-    assert corrected < 0.9 * mean_ttft_s(0.5, False, seed, gateways)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_waits_are_shorter_where_unequal_engines_are_known_as_they_are(seed: int) -> None:
+    assert mean_ttft_s(0.5, True, seed) < 0.97 * mean_ttft_s(0.5, False, seed)
 
 
 def test_correction_costs_nothing_where_engines_are_as_fast_as_they_say() -> None:
-    assert mean_ttft_s(0.0, True, 1) < 1.05 * mean_ttft_s(0.0, False, 1)
+    assert mean_ttft_s(0.0, True, 1) < 1.02 * mean_ttft_s(0.0, False, 1)
