@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from directory.placements import NO_MATCH
 from gateway.audit import Usage
 from gateway.fleet import EngineView
-from gateway.ledger import Booking, Ledger
+from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Prefetcher, hint_for
 from gateway.prefill_watch import PrefillWatch, WatchedPrefill
@@ -103,4 +103,5 @@ class Dispatcher:
             prompt_tokens=prepared.prompt.tokens_of(view),
             queued_tokens=load.queued_tokens,
             active_tokens=load.active_tokens,
+            use=load.recent_s / RECENT_S,
         )

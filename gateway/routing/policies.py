@@ -104,12 +104,12 @@ class RememberedPrefix:
 def ranked_by(query: RoutingQuery, costs: Sequence[Cost], reason: str) -> RoutingDecision:
     """The candidates by cost, the lowest first, equal ones by rendezvous hash."""
     assert query.candidates, "a query has candidates, or there is nothing to route"
-    scores, price = score_all(query)
+    scores = score_all(query)
     order = sorted(
         zip(costs, scores, strict=True),
         key=lambda each: (each[0], rendezvous(query.affinity, each[1].engine), each[1].engine),
     )
-    return RoutingDecision(tuple(score for _, score in order), reason, price)
+    return RoutingDecision(tuple(score for _, score in order), reason)
 
 
 def least_load(query: RoutingQuery) -> list[Cost]:

@@ -29,7 +29,8 @@ class Candidate:
     `prefills` how many requests on it haven't shown their first byte, `running` how many are open. `prompt_tokens` is
     the prompt's length in tokens of its own, where they aren't the query's. `queued_tokens` are still to be prefilled
     there, `active_tokens` are the prompt tokens of its open requests, and `kv_tokens_max` is what its GPU can hold.
-    `peer` is the other host that can lengthen its match furthest.
+    `peer` is the other host that can lengthen its match furthest. `use` is the share of its time that was given to it
+    lately, done or not.
     """
 
     engine: str
@@ -45,6 +46,7 @@ class Candidate:
     active_tokens: int = 0
     kv_tokens_max: int | None = None
     peer: PeerExtension | None = None
+    use: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ class RoutingQuery:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A candidate with each term of its score, in seconds; the lowest `score_s` is served first."""
+    """A candidate with each term of its score, in seconds; the lowest `score_s` is served first.
+
+    `price` is what a second of its time was counted as.
+    """
 
     engine: str
     score_s: float
@@ -74,6 +79,7 @@ class Score:
     prefill_s: float
     matched_tokens: int
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    price: float = 1.0
 
     @property
     def service_s(self) -> float:
@@ -92,4 +98,8 @@ class RoutingDecision:
 
     ranked: tuple[Score, ...]
     reason: str
-    price: float
+
+    @property
+    def price(self) -> float:
+        """What a second of the first one's time was counted as."""
+        return self.ranked[0].price

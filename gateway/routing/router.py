@@ -16,7 +16,7 @@ def route(query: RoutingQuery) -> RoutingDecision:
     assert query.candidates, "a query has candidates, or there is nothing to route"
     if query.without_placements:
         return route_by_affinity(query, query.without_placements)
-    scores, price = score_all(query)
+    scores = score_all(query)
     best = min(score.score_s for score in scores)
     tie = best * (1 + NEAR_TIE_SHARE) + NEAR_TIE_S
     ranked = sorted(
@@ -27,7 +27,7 @@ def route(query: RoutingQuery) -> RoutingDecision:
             else (1, score.score_s, rendezvous(query.affinity, score.engine))
         ),
     )
-    return RoutingDecision(tuple(ranked), _reason(ranked), price)
+    return RoutingDecision(tuple(ranked), _reason(ranked))
 
 
 def _reason(ranked: list[Score]) -> str:
@@ -46,7 +46,7 @@ def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
     The candidates are taken in rendezvous order; those that carry more than `BOUND` times the mean (this request
     counted) come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
     """
-    scores, price = score_all(query)
+    scores = score_all(query)
     by_engine = {score.engine: score for score in scores}
     mean = (1 + sum(each.running for each in query.candidates)) / len(query.candidates)
 
@@ -54,7 +54,7 @@ def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
         return candidate.running + 1 > max(1.0, BOUND * mean), rendezvous(query.affinity, candidate.engine)
 
     ranked = tuple(by_engine[each.engine] for each in sorted(query.candidates, key=order))
-    return RoutingDecision(ranked, reason, price)
+    return RoutingDecision(ranked, reason)
 
 
 def rendezvous(affinity: bytes, engine: str) -> bytes:

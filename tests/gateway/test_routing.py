@@ -62,13 +62,13 @@ def test_near_ties_are_decided_alike_by_every_gateway_and_spread_over_engines() 
 
 
 def test_one_token_is_always_computed() -> None:
-    scores, _ = score_all(query(candidate("a", (Tier.GPU,) * 10), tokens=10 * CHUNK))
+    scores = score_all(query(candidate("a", (Tier.GPU,) * 10), tokens=10 * CHUNK))
     assert scores[0].matched_tokens == 9 * CHUNK
 
 
 def test_a_slow_tier_is_left_where_recomputing_is_cheaper() -> None:
     slow = Rates(flops=1e15, bytes_per_s={Tier.NVME: 1e6})
-    scores, _ = score_all(query(candidate("a", (Tier.NVME,) * 9, rates=slow)))
+    scores = score_all(query(candidate("a", (Tier.NVME,) * 9, rates=slow)))
     assert scores[0].matched_tokens == 0
     assert scores[0].load_s == 0.0
 
@@ -77,7 +77,7 @@ def test_an_unknown_chunk_inside_a_run_counts_for_less_than_a_known_one() -> Non
     known = candidate("a", (Tier.DRAM,) * 9)
     holey = candidate("b", (Tier.DRAM, None, None, *(Tier.DRAM,) * 6))
     nothing = candidate("c")
-    scores, _ = score_all(query(known, holey, nothing))
+    scores = score_all(query(known, holey, nothing))
     assert scores[0].score_s < scores[1].score_s < scores[2].score_s
 
 
@@ -96,7 +96,7 @@ def test_an_unknown_chunk_is_worth_something_between_a_missing_one_and_one_that_
     run: list[Tier | None], rates: Rates, tokens: int
 ) -> None:
     def scored(tiers: Sequence[Tier | None]) -> Score:
-        return score_all(query(candidate("a", tuple(tiers), rates=rates), tokens=tokens))[0][0]
+        return score_all(query(candidate("a", tuple(tiers), rates=rates), tokens=tokens))[0]
 
     usable = run[: (tokens - 1) // CHUNK]
     first = usable.index(None) if None in usable else len(usable)
@@ -116,9 +116,11 @@ def test_an_engine_without_rates_is_neutral() -> None:
     assert decision.ranked[0].prefill_s == decision.ranked[1].prefill_s
 
 
-@pytest.mark.parametrize(("prefills", "expected"), [((0, 0), 1.0), ((1, 0), 1.5), ((4, 4), 5.0), ((99, 99), PRICE_MAX)])
-def test_the_price_is_one_and_the_mean_of_prefills_outstanding(prefills: tuple[int, int], expected: float) -> None:
-    assert price([candidate("a", prefills=prefills[0]), candidate("b", prefills=prefills[1])]) == expected
+@pytest.mark.parametrize(
+    ("prefills", "use", "expected"), [(0, 0.0, 1.0), (1, 0.0, 2.0), (2, 0.5, 4.0), (0, 1.0, 3.0), (99, 0.0, PRICE_MAX)]
+)
+def test_an_engine_s_time_costs_more_the_more_want_it(prefills: int, use: float, expected: float) -> None:
+    assert price(candidate("a", prefills=prefills, use=use)) == expected
 
 
 def test_without_the_directory_a_prefix_stays_with_its_engine_until_that_is_overloaded() -> None:
@@ -156,5 +158,5 @@ def test_a_ranking_holds_every_candidate_once_and_its_terms_add_up(
     for score in decision.ranked:
         assert score.matched_tokens == sum(score.tier_tokens.values())
         assert score.matched_tokens < max(1, tokens)
-        assert score.score_s == pytest.approx(score.wait_s + decision.price * (score.load_s + score.prefill_s))
+        assert score.score_s == pytest.approx(score.wait_s + score.price * (score.load_s + score.prefill_s))
         assert min(score.load_s, score.prefill_s) >= 0

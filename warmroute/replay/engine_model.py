@@ -29,6 +29,7 @@ class Job:
 
     number: int
     request: TracedRequest
+    submitted_at: float = math.nan
     started_at: float = math.nan
     first_token_at: float = math.nan
     ended_at: float = math.nan

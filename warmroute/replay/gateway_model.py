@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from directory.costs import prefill_flop
 from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Member
 from directory.placements import NO_MATCH, PrefixMatch
-from gateway.ledger import Booking, Ledger
+from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.rates import ObservedRates, PrefillWork, Sending
 from gateway.routing.overlay import LIFETIME_S, Overlay
 from gateway.routing.policies import POLICIES
@@ -122,10 +122,14 @@ class GatewayModel:
             queued_tokens=load.queued_tokens,
             active_tokens=load.active_tokens,
             kv_tokens_max=self._plan.blocks.gpu * BLOCK_TOKENS,
+            use=load.recent_s / RECENT_S,
         )
         return replace(candidate, peer=peer) if peer is not None and peer.chunks > match.chunks else candidate
 
 
 def affinity(request: TracedRequest) -> bytes:
-    """What sticks together: the second block names the first as well, which in many traces is everybody's."""
-    return request.keys[min(1, len(request.keys) - 1)] if request.keys else b""
+    """What sticks together: the second block names the first as well, which in many traces is everybody's.
+
+    Prompts that fill no block are taken to be different.
+    """
+    return request.keys[min(1, len(request.keys) - 1)] if request.keys else repr(request).encode()

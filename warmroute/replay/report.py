@@ -45,7 +45,7 @@ class ReplayReport:
 def report(policy: str, outcome: Outcome, slo_ttft_s: float) -> ReplayReport:
     """The figures of an outcome of at least one request."""
     jobs = outcome.jobs
-    ttfts = [job.first_token_at - job.request.arrival_s for job in jobs]
+    ttfts = [job.first_token_at - job.submitted_at for job in jobs]
     tpots = [
         (job.ended_at - job.first_token_at) / (job.request.output_tokens - 1)
         for job in jobs
@@ -57,7 +57,7 @@ def report(policy: str, outcome: Outcome, slo_ttft_s: float) -> ReplayReport:
     tokens["missed"] = sum(job.missed_tokens for job in jobs)
     shares = {tier.label: tokens[tier.label] / requested for tier in TIERS}
     within = sum(ttft <= slo_ttft_s for ttft in ttfts)
-    lasted_s = max(job.ended_at for job in jobs) - jobs[0].request.arrival_s
+    lasted_s = max(job.ended_at for job in jobs) - jobs[0].submitted_at
     mean_busy_s = sum(outcome.busy_s) / len(outcome.busy_s)
     return ReplayReport(
         policy=policy,

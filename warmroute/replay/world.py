@@ -92,7 +92,7 @@ class World:
         decision = gateway.decide(request, self._ready, matches, extensions)
         error = math.exp(self._drawn.gauss(0, self._plan.imperfection.service_error))
         booking = gateway.send_off(request, decision, error)
-        engine, job = self._numbers[booking.engine], Job(number, request)
+        engine, job = self._numbers[booking.engine], Job(number, request, self.now)
         self._jobs.append(job)
         self._chosen.append(engine)
         self._spills += _is_spill(decision)
