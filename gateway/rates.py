@@ -188,7 +188,6 @@ class ObservedRates:
         stretch.tokens += work.new_tokens
         stretch.prefills += 1
         stretch.last_at = now
-        stretch.is_clean &= sending.is_seen
         sending.stretch = stretch
         self._settle(sending)
         took = min(max(now - sending.sent_at, SECONDS_MIN), SECONDS_MAX) / max(work.expected_ttft_s, SECONDS_MIN)

