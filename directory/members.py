@@ -5,6 +5,7 @@ what an earlier life announced can't be mistaken for the present one's.
 """
 
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,7 @@ NUMBER_MAX = 10**19
 PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
+BOOKED_NUMBERS = 9
 ENGINES_BOOKED_MAX = 1024
 """Engines in one gateway's report of what it booked; a full one is 100 kB."""
 
@@ -107,6 +109,7 @@ class BookedWork:
     Of the prefills that are outstanding: `backlog_s` is the sum of their predicted seconds, `head_s` that of the first,
     which could start `head_age_s` seconds ago. The engine showed `free_age_s` seconds ago that it was done with one.
     `running` requests are open, with `active_tokens` prompt tokens; `queued_tokens` are still to be computed.
+    `recent_s` are the seconds of work that it was given lately, done or not.
     """
 
     backlog_s: float = 0.0
@@ -117,6 +120,7 @@ class BookedWork:
     running: int = 0
     queued_tokens: int = 0
     active_tokens: int = 0
+    recent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +363,8 @@ def _peers(row: Mapping[str, Any]) -> dict[str, float]:
 def _packed(work: BookedWork) -> list[float]:
     """Seconds to the millisecond, then counts: the report is small, and read by every gateway at every poll."""
     seconds = (round(each, 3) for each in (work.backlog_s, work.head_s, work.head_age_s, work.free_age_s))
-    return [*seconds, work.prefills, work.running, work.queued_tokens, work.active_tokens]
+    counts = (work.prefills, work.running, work.queued_tokens, work.active_tokens)
+    return [*seconds, *counts, round(work.recent_s, 3)]
 
 
 def _booked(row: Mapping[str, Any]) -> dict[str, BookedWork]:
@@ -369,7 +374,13 @@ def _booked(row: Mapping[str, Any]) -> dict[str, BookedWork]:
 
 
 def _unpacked(packed: Any) -> BookedWork:
-    """What a newer version puts behind is ignored."""
-    backlog_s, head_s, head_age_s, free_age_s, *counts = map(_number, packed[:8])
-    prefills, running, queued_tokens, active_tokens = map(int, counts)
-    return BookedWork(backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued_tokens, active_tokens)
+    """What a newer version puts behind is ignored. Checked at once: there are many of them, in every poll."""
+    numbers = packed[:BOOKED_NUMBERS]
+    if not set(map(type, numbers)) <= {int, float} or not math.isfinite(sum(numbers)):
+        raise TypeError(f"not numbers: {numbers!r}")
+    if len(numbers) < BOOKED_NUMBERS or min(numbers) < 0 or max(numbers) > NUMBER_MAX:
+        raise ValueError(f"not {BOOKED_NUMBERS} numbers in range: {numbers!r}")
+    backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
+    return BookedWork(
+        backlog_s, head_s, head_age_s, free_age_s, int(prefills), int(running), int(queued), int(active), recent_s
+    )

@@ -48,8 +48,9 @@ __all__ = ["CALL_TIMEOUT_S", "CONNECTIONS_MAX", "FIRST_STEP_KEYS", "RedisDirecto
 FIRST_STEP_KEYS = 256
 """A lookup of more keys asks in steps that double from here, and stops at the first key that nobody holds."""
 
-ROWS_AT_ONCE = 64
-"""Rows of the fleet's table that are decoded before the event loop may do something else."""
+ROWS_AT_ONCE, ROW_LOAD_BYTES = 64, 512
+"""Rows of the fleet's table that are decoded before the event loop may do something else; a busy gateway's, whose load
+report is longer, counts for several."""
 
 TASKS_MAX = 16384
 """Calls begun and not ended, of all servers together; each server has a bound of its own as well."""
@@ -322,8 +323,11 @@ class RedisDirectory:
         members: list[Member] = []
         unreadable: dict[bytes, str] = {}
         loads: dict[bytes, Load] = {}
-        for number, row in enumerate(rows, 1):
-            if number % ROWS_AT_ONCE == 0:
+        at_once = 0
+        for row in rows:
+            at_once += 1 + len(row.load) // ROW_LOAD_BYTES
+            if at_once >= ROWS_AT_ONCE:
+                at_once = 0
                 await asyncio.sleep(0)
             try:
                 registration = decode_registration(row.registration)

@@ -22,6 +22,8 @@ SERVICE_S_MAX = 3600.0
 """A prediction counts for so much at most: no answer is waited for as long, and sums of seconds stay exact enough."""
 RECENT_S = 30.0
 """In what time the memory of what was assigned to an engine fades to a third (1/e)."""
+RECENT_S_MIN = 0.01
+"""Less than this was long ago, or next to nothing."""
 RECENT_ENGINES_MAX = 4096
 """Engines of which that is remembered; those that were given nothing for longest are forgotten first."""
 
@@ -60,12 +62,15 @@ class Account:
     queued_tokens: int
     active_tokens: int
 
-    def wait_s(self, now: float) -> float:
-        """Seconds of this work before a new request would start."""
+    def wait_s(self, now: float, free_at: float = float("-inf"), more_s: float = 0.0) -> float:
+        """Seconds of this work before a new request would start.
+
+        The engine may have shown at `free_at` that it was done with another's, and have `more_s` queued behind this.
+        """
         if not self.prefills:
             return 0.0
-        elapsed_s = max(0.0, now - max(self.free_at, self.head_at))
-        return max(0.0, self.backlog_s - self.head_s) + abs(self.head_s - elapsed_s)
+        elapsed_s = max(0.0, now - max(self.free_at, self.head_at, free_at))
+        return max(0.0, self.backlog_s + more_s - self.head_s) + abs(self.head_s - elapsed_s)
 
 
 IDLE = Account(0.0, 0.0, float("-inf"), float("-inf"), 0, 0, 0, 0)
@@ -79,6 +84,8 @@ class _Queue:
     running: int = 0
     queued_tokens: int = 0
     active_tokens: int = 0
+    account: Account | None = None
+    """As it was asked for since the last change; `None` where it wasn't."""
 
 
 class Ledger:
@@ -118,15 +125,13 @@ class Ledger:
         queue.backlog_s += service_s
         queue.queued_tokens += new_tokens
         queue.active_tokens += prompt_tokens
-        queue.running += 1
-        self.changes += 1
+        self._note_change(queue, 1)
         return booking
 
     def open(self, engine: str) -> Booking:
         """A request that computes nothing there: it counts as open, and for no work."""
         queue = self._queues.setdefault(engine, _Queue())
-        queue.running += 1
-        self.changes += 1
+        self._note_change(queue, 1)
         return Booking(engine, 0.0, 0, 0, self._clock(), is_streamed=True, is_prefilling=False)
 
     def first_byte(self, booking: Booking) -> None:
@@ -137,7 +142,7 @@ class Ledger:
             if booking.is_prefilling:
                 _end_prefill(queue, booking)
                 queue.free_at = max(queue.free_at, now)
-            self.changes += 1
+            self._note_change(queue)
 
     def release(self, booking: Booking) -> None:
         """The request is over, however it ended; repeating it changes nothing."""
@@ -151,10 +156,9 @@ class Ledger:
                 queue.free_at = max(queue.free_at, now)
             _end_prefill(queue, booking)
         queue.active_tokens -= booking.prompt_tokens
-        queue.running -= 1
+        self._note_change(queue, -1)
         if not queue.running:
             del self._queues[booking.engine]
-        self.changes += 1
 
     def account(self, engine: str) -> Account:
         """All that is booked on an engine."""
@@ -162,17 +166,19 @@ class Ledger:
         if queue is None:
             return IDLE
         _settle(queue, self._clock())
-        head = next(iter(queue.prefills), None)
-        return Account(
-            queue.backlog_s,
-            head.service_s if head else 0.0,
-            head.starts_at if head else float("-inf"),
-            queue.free_at,
-            len(queue.prefills),
-            queue.running,
-            queue.queued_tokens,
-            queue.active_tokens,
-        )
+        if queue.account is None:
+            head = next(iter(queue.prefills), None)
+            queue.account = Account(
+                queue.backlog_s,
+                head.service_s if head else 0.0,
+                head.starts_at if head else float("-inf"),
+                queue.free_at,
+                len(queue.prefills),
+                queue.running,
+                queue.queued_tokens,
+                queue.active_tokens,
+            )
+        return queue.account
 
     def wait_s(self, engine: str) -> float:
         """Seconds of booked work before a new request on this engine would start."""
@@ -199,9 +205,18 @@ class Ledger:
         seconds, at = self._recent.get(engine, (0.0, 0.0))
         return seconds * math.exp((at - self._clock()) / RECENT_S) if seconds else 0.0
 
+    def recent_engines(self) -> tuple[str, ...]:
+        """Engines that were given work lately, as far as it is remembered."""
+        return tuple(engine for engine in self._recent if self.recent_s(engine) >= RECENT_S_MIN)
+
     def engines(self) -> tuple[str, ...]:
         """Engines with open requests."""
         return tuple(self._queues)
+
+    def _note_change(self, queue: _Queue, opened: int = 0) -> None:
+        queue.running += opened
+        queue.account = None
+        self.changes += 1
 
     def _remember(self, engine: str, service_s: float, now: float) -> None:
         recent_s = self.recent_s(engine) + service_s
@@ -219,7 +234,7 @@ def _settle(queue: _Queue, now: float) -> None:
         if head.is_streamed or end > now:
             return
         _end_prefill(queue, head)
-        queue.free_at = end
+        queue.free_at, queue.account = end, None
 
 
 def _end_prefill(queue: _Queue, booking: Booking) -> None:

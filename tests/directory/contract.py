@@ -7,8 +7,8 @@ import pytest
 
 from directory.errors import RegistrationRefused
 from directory.interface import LOST
-from directory.members import REMEMBERED_S, TERM_S, Load, Member
-from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
+from directory.members import REMEMBERED_S, TERM_S, Load, Member, Registration
+from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import Stand
 
 A, B, C = incarnation(1), incarnation(2), incarnation(3)
@@ -36,11 +36,15 @@ class TestRegistrations:
     async def test_an_empty_directory_has_no_members(self, stand: Stand) -> None:
         assert await stand.directory.members() == ()
 
-    @pytest.mark.parametrize("registration", [HOST, ENGINE], ids=["host", "engine"])
-    async def test_a_registration_is_read_as_it_was_written(self, stand: Stand, registration: object) -> None:
-        await stand.directory.register(A, registration, LOAD)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("registration", "load"), [(HOST, LOAD), (ENGINE, LOAD), (GATEWAY, BOOKED)], ids=["host", "engine", "gateway"]
+    )
+    async def test_a_registration_is_read_as_it_was_written(
+        self, stand: Stand, registration: Registration, load: Load
+    ) -> None:
+        await stand.directory.register(A, registration, load)
         found = await live_row(stand)
-        assert (found.registration, found.load) == (registration, LOAD)
+        assert (found.registration, found.load) == (registration, load)
         assert found.is_live
         assert TERM_S - 1 < found.remaining_s <= TERM_S
 
@@ -78,6 +82,15 @@ class TestRegistrations:
         found = await live_row(stand)
         assert found.remaining_s > TERM_S - 1
         assert found.load == Load(running=9)
+
+    async def test_what_is_left_of_a_term_tells_how_old_a_report_is(self, stand: Stand) -> None:
+        await stand.directory.register(A, GATEWAY, Load())
+        stand.pass_time(TERM_S - 1)
+        await stand.directory.renew(A, BOOKED)
+        stand.pass_time(2.0)
+        found = await live_row(stand)
+        assert found.load == BOOKED
+        assert 2.0 <= TERM_S - found.remaining_s < 3.0
 
     async def test_renewal_after_a_lapse_says_how_long_it_was(self, stand: Stand) -> None:
         await stand.directory.register(A, HOST, LOAD, term_s=2.0)

@@ -5,7 +5,7 @@ import hashlib
 from directory.costs import ModelShape, Rates
 from directory.identity import Identity
 from directory.interface import LOST, Batch
-from directory.members import EngineRegistration, HostRegistration, Load
+from directory.members import BookedWork, EngineRegistration, GatewayRegistration, HostRegistration, Load
 from directory.placements import partition_of, unpack_holders
 from directory.tiers import Tier
 
@@ -23,6 +23,13 @@ ENGINE = EngineRegistration(
     key_scheme="sglang",
     page_tokens=64,
     tokenizer_files={"tokenizer.json": "c" * 64},
+)
+GATEWAY = GatewayRegistration("gateway-a:8000", "http://10.0.0.9:8001")
+BOOKED = Load(
+    booked={
+        "engine-a": BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000, 7.5),
+        "engine-b": BookedWork(running=1, free_age_s=3600.0),
+    }
 )
 LOAD = Load(
     rates=Rates(4e14, {Tier.DRAM: 2e10, Tier.NVME: 7e9}, {Tier.NVME: 0.002}),

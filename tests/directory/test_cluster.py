@@ -21,13 +21,13 @@ from directory.redis_topology import PARTITION_SLOTS, ClusterSlots
 from directory.statistics import gather
 from tests.directory.cluster_probes import DEADLINE_S, ONE_OF_EACH, A, found, hold_one_of_each, home, partitions_of
 from tests.directory.documented_users import documented_users
-from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, incarnation, key
+from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, batch, incarnation, key
 from tests.directory.servers import ClusterOfThree, ServerProcess
 from tests.directory.stands import until
 from tests.warmroute.fleets import free_port
 from warmroute.local_fleet import FleetError, FleetOptions, local_fleet
 
-B = incarnation(2)
+B, C = incarnation(2), incarnation(3)
 SHORT_S = 0.8
 MOVING = 5
 """The partition whose slot moves in these tests."""
@@ -305,8 +305,11 @@ class TestServers:
         assert len(await gateway.members()) == 1
         assert await found(gateway, ONE_OF_EACH) == await found(directory, ONE_OF_EACH)
         await agent.retire(B)
+        await gateway.register(C, GATEWAY, BOOKED)
+        assert (await gateway.renew(C, BOOKED)).known
+        await gateway.retire(C)
         with pytest.raises(DirectoryError, match=r"(?i)permission"):
-            await gateway.retire(B)
+            await gateway.place(batch(C, 0, {ONE_OF_EACH[0]: 1}))
         for each in (agent, gateway):
             await each.aclose()
 

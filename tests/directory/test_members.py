@@ -12,11 +12,14 @@ from directory.costs import ModelShape, Rates
 from directory.errors import IdentityRefused
 from directory.identity import Identity
 from directory.members import (
+    ENGINES_BOOKED_MAX,
     INCARNATION_BYTES,
     PEER_ADDRESS_CHARS_MAX,
     PEERS_REPORTED_MAX,
     TEXT_CHARS_MAX,
+    BookedWork,
     EngineRegistration,
+    GatewayRegistration,
     HostRegistration,
     Load,
     Member,
@@ -27,9 +30,12 @@ from directory.members import (
     draw_incarnation,
     encode_load,
     encode_registration,
+    name_of,
+    place_of,
+    role_of,
 )
 from directory.tiers import Tier
-from tests.directory.fleet_samples import ENGINE, HOST, LOAD, incarnation
+from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, incarnation
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs",)).filter(str.isprintable), max_size=12)
 PLAIN = st.text("abcxyz-./é", min_size=1, max_size=12)
@@ -58,7 +64,9 @@ def engines(draw: st.DrawFn) -> EngineRegistration:
     )
 
 
+MILLISECONDS = st.integers(0, 10**8).map(lambda number: number / 1000)
 TIERS = st.sampled_from(list(Tier))
+HOSTS = st.builds(HostRegistration, TEXT, TEXT, st.none() | TEXT)
 LOADS = st.builds(
     Load,
     st.none() | st.builds(Rates, SPEEDS, st.dictionaries(TIERS, SPEEDS), st.dictionaries(TIERS, st.floats(0, 10))),
@@ -69,10 +77,13 @@ LOADS = st.builds(
     st.booleans(),
     st.dictionaries(TEXT, SPEEDS, max_size=3),
     st.integers(0, 10**7),
+    st.dictionaries(
+        TEXT, st.builds(BookedWork, *[MILLISECONDS] * 4, *[st.integers(0, 10**9)] * 4, MILLISECONDS), max_size=3
+    ),
 )
 
 
-@given(registration=engines() | st.builds(HostRegistration, TEXT, TEXT, st.none() | TEXT))
+@given(registration=engines() | HOSTS | st.builds(GatewayRegistration, TEXT, TEXT))
 def test_a_registration_is_read_as_it_was_written(registration: Registration) -> None:
     assert decode_registration(encode_registration(registration)) == registration
 
@@ -82,7 +93,7 @@ def test_a_load_is_read_as_it_was_written(load: Load) -> None:
     assert decode_load(encode_load(load)) == load
 
 
-@pytest.mark.parametrize("registration", [HOST, ENGINE], ids=["host", "engine"])
+@pytest.mark.parametrize("registration", [HOST, ENGINE, GATEWAY], ids=["host", "engine", "gateway"])
 def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> None:
     row = json.loads(encode_registration(registration)) | {"colour": "blue"}
     if "identity" in row:
@@ -199,6 +210,63 @@ def test_a_report_of_as_many_peers_as_there_may_be_is_read() -> None:
 @pytest.mark.parametrize("load", [LOAD, Load()], ids=["full", "empty"])
 def test_who_has_measured_no_peer_reports_as_versions_do_that_know_of_none(load: Load) -> None:
     assert "peers" not in json.loads(encode_load(load))
+
+
+@pytest.mark.parametrize(
+    "booked",
+    [
+        [7],
+        7,
+        {"a": {}},
+        {"a": []},
+        {"a": [1, 2, 3, 4, 5, 6, 7, 8]},
+        {"a": [-1, 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a": ["1", 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a": [0, 0, 0, 0, True, 0, 0, 0, 0]},
+        {"a": [float("inf"), 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a\n": [0] * 9},
+        {f"engine-{number}": [0] * 9 for number in range(ENGINES_BOOKED_MAX + 1)},
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_report_of_what_is_booked_that_cannot_be_right_is_unreadable(booked: object) -> None:
+    row = json.loads(encode_load(LOAD)) | {"booked": booked}
+    with pytest.raises(UnreadableMember):
+        decode_load(json.dumps(row).encode())
+
+
+def test_what_a_newer_version_reports_of_an_engine_besides_is_ignored() -> None:
+    row = json.loads(encode_load(BOOKED))
+    for packed in row["booked"].values():
+        packed.append("more")
+    assert decode_load(json.dumps(row).encode()) == BOOKED
+
+
+@pytest.mark.parametrize("load", [LOAD, Load()], ids=["full", "empty"])
+def test_who_has_booked_nothing_reports_as_versions_do_that_know_of_no_booking(load: Load) -> None:
+    assert "booked" not in json.loads(encode_load(load))
+
+
+@pytest.mark.parametrize("change", [{"gateway": None}, {"url": 7}, {"gateway": "a\nb"}], ids=str)
+def test_a_gateway_that_cannot_be_right_is_unreadable(change: dict[str, object]) -> None:
+    row = json.loads(encode_registration(GATEWAY)) | change
+    with pytest.raises(UnreadableMember):
+        decode_registration(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize(
+    ("registration", "role", "name", "place"),
+    [
+        (HOST, "host", "host-a", "http://10.0.0.1:9100"),
+        (ENGINE, "engine", "engine-a", "http://10.0.0.1:8000"),
+        (GATEWAY, "gateway", "gateway-a:8000", "http://10.0.0.9:8001"),
+    ],
+    ids=["host", "engine", "gateway"],
+)
+def test_every_member_has_a_role_a_name_and_a_place(
+    registration: Registration, role: str, name: str, place: str
+) -> None:
+    assert (role_of(registration), name_of(registration), place_of(registration)) == (role, name, place)
 
 
 @pytest.mark.parametrize("address", [7, [], "a:1\r\nx: y", "a" * (PEER_ADDRESS_CHARS_MAX + 1)], ids=repr)

@@ -17,7 +17,7 @@ from directory.members import (
 )
 from directory.placements import pack_holders
 from directory.redis_directory import RedisDirectory
-from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch
+from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, batch
 from tests.directory.stands import RedisStand
 
 README = Path(schema.__file__).with_name("README.md").read_text()
@@ -44,10 +44,12 @@ def test_the_golden_keys_and_values_are_the_codes() -> None:
 
 def test_the_golden_json_is_the_codes() -> None:
     (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
-    engine, host, load = (json.loads(line) for line in block.splitlines())
+    engine, host, gateway, load, booked = (json.loads(line) for line in block.splitlines())
     assert engine == json.loads(encode_registration(ENGINE))
     assert host == json.loads(encode_registration(HOST))
+    assert gateway == json.loads(encode_registration(GATEWAY))
     assert load == json.loads(encode_load(LOAD))
+    assert booked == json.loads(encode_load(BOOKED))
 
 
 def test_the_table_of_tags_is_the_codes() -> None:

@@ -17,11 +17,11 @@ from directory.members import Load, encode_registration
 from directory.redis_connections import MGET_KEYS_MAX
 from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, ROWS_AT_ONCE, RedisDirectory
 from tests.directory.documented_users import documented_users
-from tests.directory.fleet_samples import ENGINE, HOST, LOAD, batch, holders, incarnation, key
+from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import CONDITION_TIMEOUT_S, RedisStand, start_valkey, until
 from tests.directory.wire import StallingWire
 
-A, B = incarnation(1), incarnation(2)
+A, B, C = incarnation(1), incarnation(2), incarnation(3)
 K1, K2 = key(1), key(2)
 DEADLINE_S = 5.0
 SHORT_S = 0.05
@@ -433,8 +433,11 @@ class TestSchema:
             assert await agent.withdraw(batch(A, 1, {K1: 0})) == 0
             assert await agent.place(batch(A, 2, {K1: 2})) == 1
             await agent.retire(A)
+            await gateway.register(C, GATEWAY, BOOKED)
+            assert (await gateway.renew(C, BOOKED)).known
+            await gateway.retire(C)
             for each in (agent, gateway, operator):
-                assert len(await each.members()) == 1
+                assert len(await each.members()) == 2
             for each in (gateway, operator):
                 assert await held(each) == {A: 2}
             for name in names:
@@ -442,9 +445,8 @@ class TestSchema:
                     for command in forbidden:
                         with pytest.raises(redis.ResponseError, match=r"(?i)permission"):
                             plain.execute_command(*command)
-            for call in (gateway.place(batch(A, 3, {K1: 4})), gateway.retire(A)):
-                with pytest.raises(DirectoryError, match=r"(?i)permission"):
-                    await call
+            with pytest.raises(DirectoryError, match=r"(?i)permission"):
+                await gateway.place(batch(A, 3, {K1: 4}))
             raw.function_flush()
             for _ in range(2):
                 with pytest.raises(FunctionsMissing, match="run `warmroute directory load` as the operator"):
@@ -457,7 +459,7 @@ class TestSchema:
                 await agent.retire(B)
             assert sum("lacks" in record.message for record in caplog.records) == 2, "once each time"
             assert await operator.place(batch(A, 3, {K1: 4})) == 2
-            assert len(await agent.members()) == 1
+            assert len(await agent.members()) == 2
         finally:
             for each in (agent, gateway, operator):
                 await each.aclose()

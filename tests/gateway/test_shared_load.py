@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from directory.members import ENGINES_BOOKED_MAX, TERM_S, decode_load, encode_load
-from gateway.ledger import Booking, Ledger
+from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.shared_load import OWN_LIVES_MAX, EngineLoad, EngineLoads, published
 from tests.gateway.gateway_rows import gateway_row
 
@@ -42,9 +42,9 @@ def test_what_others_booked_is_added_to_the_own() -> None:
     stand.other.first_byte(stand.other.book("a", 9.0, new_tokens=7, prompt_tokens=70))
     stand.other.book("a", 2.0, new_tokens=20, prompt_tokens=200)
     stand.hear()
-    assert stand.loads.of("a") == EngineLoad(3.0, 2, 3, 30, 370, recent_s=1.0)
+    assert stand.loads.of("a") == EngineLoad(3.0, 2, 3, 30, 370, recent_s=12.0)
     assert stand.loads.of_own("a") == EngineLoad(1.0, 1, 1, 10, 100, recent_s=1.0)
-    assert stand.loads.of_others("a") == EngineLoad(2.0, 1, 2, 20, 270)
+    assert stand.loads.of_others("a") == EngineLoad(2.0, 1, 2, 20, 270, recent_s=11.0)
     assert stand.loads.ahead_s("a") == 2.0
     assert stand.loads.of("b") == EngineLoad()
 
@@ -153,11 +153,13 @@ def test_a_report_names_the_engines_with_most_work() -> None:
     assert not {"e0", "e1"} & set(report)
 
 
-def test_the_report_of_an_idle_gateway_names_no_engine() -> None:
-    clock = Clock()
-    ledger = Ledger(clock)
-    ledger.release(ledger.book("a", 1.0))
-    assert published(ledger, clock.now) == {}
+def test_an_engine_without_open_requests_is_reported_as_long_as_its_work_is_recent() -> None:
+    stand = Stand()
+    stand.other.release(stand.other.book("a", 1.0))
+    stand.hear()
+    assert stand.loads.of("a") == EngineLoad(recent_s=1.0)
+    stand.clock.now += 10 * RECENT_S
+    assert published(stand.other, stand.clock.now) == {}
 
 
 STEPS = st.lists(
@@ -222,4 +224,4 @@ def test_a_joined_wait_is_finite_and_never_negative_however_old_the_reports_are(
         assert 0 <= found.prefills <= found.running
         assert found.running >= own.running("a")
     decoded = decode_load(encode_load(gateway_row(other, clock.now, clock.now).load))
-    assert decoded.booked.keys() == set(other.engines())
+    assert decoded.booked.keys() == {*other.engines(), *other.recent_engines()}

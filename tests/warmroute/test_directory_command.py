@@ -17,7 +17,7 @@ import redis
 from directory import redis_schema as schema
 from directory.errors import DirectoryUnavailable
 from directory.interface import Batch
-from directory.members import draw_incarnation
+from directory.members import GatewayRegistration, Load, draw_incarnation
 from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
 from directory.server_report import ServerReport
@@ -47,6 +47,7 @@ async def fill(url: str) -> None:
     for life, mask in ((host, 2), (engine, 1), (draw_incarnation(), 4)):
         await directory.place(Batch(life, partition_of(KEY), 1, ((KEY, mask),), 60))
     await directory.retire(engine)
+    await directory.register(draw_incarnation(), GatewayRegistration("g1:8000", "http://g1:8001"), Load(), 60)
     await directory.aclose()
 
 
@@ -74,11 +75,13 @@ def test_hosts_and_their_engines_are_listed(url: str) -> None:
     assert [(row["host"], row["engine"], row["state"]) for row in rows] == [
         ("h1", None, "live"),
         ("h1", "e1", "retired"),
+        (None, None, "live"),
     ]
+    assert [row.get("gateway") for row in rows] == [None, None, "g1:8000"]
     assert rows[0]["dram_bytes_limit"] == 10**9
     table = ask(url).stdout.splitlines()
     assert table[0].split()[:3] == ["host", "engine", "state"]
-    assert len(table) == 3
+    assert len(table) == 4
 
 
 def test_holders_are_named_with_their_tiers_and_state(url: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from directory.members import HostRegistration, Load, Member, draw_incarnation
+from directory.members import GatewayRegistration, HostRegistration, Load, Member, draw_incarnation
 from directory.server_report import ServerReport
 from tests.gateway.samples import IDENTITY, engine_registration
 from warmroute.doctor.agents import check_place, check_status, is_loopback
@@ -113,6 +113,12 @@ def test_a_table_is_right_where_all_is_live() -> None:
     ]
     (found,) = check_table(table, {})
     assert found.verdict is Verdict.RIGHT, "a walk has two lives at one place"
+
+
+def test_a_gateway_that_went_without_a_word_is_no_trouble() -> None:
+    table = [member(HostRegistration("h", "http://h")), member(GatewayRegistration("g", "http://g"), -30.0)]
+    (found,) = check_table(table, {})
+    assert found.verdict is Verdict.RIGHT
 
 
 def test_a_table_without_anybody_is_no_healthy_fleet() -> None:
