@@ -10,6 +10,7 @@ from pathlib import Path
 from gateway.routing.policies import POLICIES
 from nodeagent.tiers.write_policy import WRITE_POLICIES
 from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
+from warmroute.replay.plot import Curve, PlotError, check_plot, draw
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
 from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--slo-ttft", type=_number("the SLO", above=0), default=2.0, metavar="S", help="for goodput (default 2 s)")
     add("--seed", type=int, default=0, help="of all errors; every policy meets the same ones")
+    add("--plot", type=Path, metavar="FILE", help="draw TTFT and hit rates: .png, .svg or .pdf (needs warmroute[plot])")
     add("--json", action="store_true", help="a JSON object a policy, in seconds, tokens and requests")
 
 
@@ -70,7 +72,9 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         requests = _requests(options)
         policies = _policies(options)
-    except (TraceError, OSError, UnicodeDecodeError) as error:
+        if options.plot is not None:
+            check_plot(options.plot)
+    except (TraceError, PlotError, OSError, UnicodeDecodeError) as error:
         print(f"warmroute replay: {error}", file=sys.stderr)
         return 2
     plan = FleetPlan(
@@ -90,13 +94,24 @@ def run_command(options: argparse.Namespace) -> int:
         corrects_rates=not options.uncorrected,
         peer_bytes_per_s=options.peer_rate * 1e9,
     )
-    reports = []
+    curves = []
     for policy in policies:
-        reports.append(report(policy, replay(requests, plan, policy, options.seed), options.slo_ttft))
+        outcome = replay(requests, plan, policy, options.seed)
+        figures = report(policy, outcome, options.slo_ttft)
+        curves.append(Curve(figures, [job.submitted_at for job in outcome.jobs], [job.ttft_s for job in outcome.jobs]))
         if options.json:
-            print(json.dumps(reports[-1].as_json()), flush=True)
+            print(json.dumps(figures.as_json()), flush=True)
     if not options.json:
-        print(table(reports))
+        print(table([curve.report for curve in curves]))
+    return 0 if options.plot is None else _draw(curves, options.plot)
+
+
+def _draw(curves: Sequence[Curve], path: Path) -> int:
+    try:
+        draw(curves, path)
+    except OSError as error:
+        print(f"warmroute replay: the picture can't be written: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,6 +1,7 @@
 """Chooses the engine: scores every candidate, breaks near ties alike on every gateway, and says why."""
 
 import hashlib
+import math
 
 from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery, Score
 from gateway.routing.seconds import score_all
@@ -43,15 +44,16 @@ def _reason(ranked: list[Score]) -> str:
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:
     """Bounded-load rendezvous hashing: replicas agree without placements, and most affinity survives.
 
-    The candidates are taken in rendezvous order; those that carry more than `BOUND` times the mean (this request
-    counted) come last. Published as consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
+    The candidates are taken in rendezvous order; those that would carry more than `BOUND` times the mean, this request
+    counted, come last. That is rounded up as published (consistent hashing with bounded loads; Mirrokni, Thorup,
+    Zadimoghaddam, 2016), or a small fleet that is even would push its prefixes around.
     """
     scores = score_all(query)
     by_engine = {score.engine: score for score in scores}
-    mean = (1 + sum(each.running for each in query.candidates)) / len(query.candidates)
+    bound = math.ceil(BOUND * (1 + sum(each.running for each in query.candidates)) / len(query.candidates))
 
     def order(candidate: Candidate) -> tuple[bool, bytes]:
-        return candidate.running + 1 > max(1.0, BOUND * mean), rendezvous(query.affinity, candidate.engine)
+        return candidate.running + 1 > bound, rendezvous(query.affinity, candidate.engine)
 
     ranked = tuple(by_engine[each.engine] for each in sorted(query.candidates, key=order))
     return RoutingDecision(ranked, reason)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -213,3 +214,27 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["replay", str(trace), "--compare", "second"]) == 2
     assert "second" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 2
+
+
+def test_a_plot_without_its_library_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}', encoding="utf-8")
+    assert main(["replay", str(trace), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "warmroute[plot]" in capsys.readouterr().err
+    assert main(["replay", str(trace), "--plot", str(tmp_path / "a.txt")]) == 2
+    assert ".svg" in capsys.readouterr().err
+
+
+def test_a_block_is_fetched_from_the_host_that_holds_it_while_its_prompt_waits() -> None:
+    # One engine holds the prefix and is busy; the prompt goes to the other, and waits there.
+    requests = [asked(0.0, 4096, 1, 0), asked(20.0, 8192, 1, 100), asked(20.0, 8192, 1, 200), asked(20.1, 4608, 1, 0)]
+    alone = replay(requests, plan(nodes=2, dram=100), "round-robin")
+    assert (alone.fetched, alone.jobs[3].missed_tokens) == (0, 4608)
+    helped = replay(requests, plan(nodes=2, dram=100, peers=True, peer_bytes_per_s=12.5e9), "round-robin")
+    assert helped.fetched == 8
+    assert helped.jobs[3].tier_tokens == {Tier.DRAM: 4096}
+    late = replay(requests, plan(nodes=2, dram=100, peers=True, peer_bytes_per_s=1e9), "round-robin")
+    assert late.fetched == 0, "it takes longer than computing"

@@ -60,7 +60,7 @@ def shares(outcome: Outcome, of: Callable[[int], bool] = lambda number: True) ->
 
 def ttfts(outcome: Outcome) -> list[float]:
     """Seconds to the first token, request by request."""
-    return [job.first_token_at - job.submitted_at for job in outcome.jobs]
+    return [job.ttft_s for job in outcome.jobs]
 
 
 def _submit(world: World, request: TracedRequest) -> None:

@@ -38,6 +38,11 @@ class Job:
     tier_tokens: Counter[Tier] = field(default_factory=Counter)
 
     @property
+    def ttft_s(self) -> float:
+        """Seconds from when it was sent to its first token."""
+        return self.first_token_at - self.submitted_at
+
+    @property
     def missed_tokens(self) -> int:
         """Prompt tokens that were computed."""
         return self.request.prompt_tokens - self.tier_tokens.total()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import pstdev
 
 from directory.tiers import TIERS
 from warmroute.replay.world import Outcome
@@ -22,8 +23,10 @@ class ReplayReport:
     """One policy's figures.
 
     `tokens`: prompt tokens requested, by tier that served them, and missed; they add up. `hit_rate`: the shares of the
-    requested. `balance`: the busiest engine's prefill seconds over the mean. `goodput`: requests whose first token came
-    within `slo_ttft_s`, for each second from the first arrival to the last end; `goodput_share`: of all requests.
+    requested. `balance`: the busiest engine's prefill seconds over the mean, and `balance_cov`: their standard
+    deviation over it. `written`: blocks written to NVMe; `fetched`: blocks that hosts took from each other. `goodput`:
+    requests whose first token came within `slo_ttft_s`, for each second from the first arrival to the last end;
+    `goodput_share`: of all requests. Nothing is shed: what waits, waits.
     """
 
     policy: str
@@ -33,7 +36,10 @@ class ReplayReport:
     tokens: Mapping[str, int]
     hit_rate: Mapping[str, float]
     balance: float
+    balance_cov: float
     spills: int
+    written: int
+    fetched: int
     goodput: float
     goodput_share: float
 
@@ -45,7 +51,7 @@ class ReplayReport:
 def report(policy: str, outcome: Outcome, slo_ttft_s: float) -> ReplayReport:
     """The figures of an outcome of at least one request."""
     jobs = outcome.jobs
-    ttfts = [job.first_token_at - job.submitted_at for job in jobs]
+    ttfts = [job.ttft_s for job in jobs]
     tpots = [
         (job.ended_at - job.first_token_at) / (job.request.output_tokens - 1)
         for job in jobs
@@ -67,7 +73,10 @@ def report(policy: str, outcome: Outcome, slo_ttft_s: float) -> ReplayReport:
         tokens=tokens,
         hit_rate={"all": sum(shares.values())} | shares,
         balance=max(outcome.busy_s) / mean_busy_s,
+        balance_cov=pstdev(outcome.busy_s) / mean_busy_s,
         spills=outcome.spills,
+        written=sum(outcome.written),
+        fetched=outcome.fetched,
         goodput=within / lasted_s,
         goodput_share=within / len(jobs),
     )

@@ -166,7 +166,8 @@ class World:
         }[what]
         phase_s = interval_s * self._gateways.index(gateway) / len(self._gateways)
         turns = math.floor((self.now - phase_s) / interval_s) + 1
-        self.at(max(self.now, phase_s + turns * interval_s), partial(act, gateway))
+        turn_s = phase_s + turns * interval_s
+        self.at(turn_s if turn_s > self.now else turn_s + interval_s, partial(act, gateway))  # rounding may give now
 
     def _report(self, gateway: GatewayModel) -> None:
         self._due.discard(("report", gateway))
