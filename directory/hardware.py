@@ -150,9 +150,9 @@ class Hardware:
         """The accelerator of this name. Raises `UnknownHardware`."""
         return _named("accelerator", self._accelerators, name)
 
-    def model_served(self, ids: Iterable[str]) -> ModelSpec | None:
-        """The model that an engine's model ids name, such as `meta-llama/Llama-3.1-8B-Instruct`; the first that do."""
-        return next((model for each in ids if (model := self._model_of(each)) is not None), None)
+    def shape_served(self, ids: Iterable[str]) -> ModelShape | None:
+        """Of the model that an engine's ids name, such as `meta-llama/Llama-3.1-8B-Instruct`; the first that do."""
+        return next((model.shape() for each in ids if (model := self._model_of(each)) is not None), None)
 
     def device(self, name: str) -> Accelerator | None:
         """The accelerator that a driver calls by `name`, such as `NVIDIA H100 80GB HBM3`; the longest name in it."""

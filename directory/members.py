@@ -93,10 +93,16 @@ class EngineRegistration:
 
 @dataclass(frozen=True, slots=True)
 class GatewayRegistration:
-    """One gateway, which reports what it has booked on engines. `url` is its admin API; nobody needs to reach it."""
+    """One gateway, which reports what it has booked on engines. `url` is its admin API; nobody needs to reach it.
+
+    A life that names an `engine` at `engine_url` is for what the gateway assumes that engine, which has no agent, to
+    hold; it reports nothing.
+    """
 
     gateway: str
     url: str
+    engine: str = ""
+    engine_url: str = ""
 
 
 Registration = HostRegistration | EngineRegistration | GatewayRegistration
@@ -206,9 +212,10 @@ def place_of(registration: Registration) -> str:
 
 def encode_registration(registration: Registration) -> bytes:
     """JSON of a registration, with its role."""
-    return json.dumps(
-        {"role": role_of(registration), **asdict(registration)}, separators=(",", ":"), sort_keys=True
-    ).encode()
+    row = {"role": role_of(registration), **asdict(registration)}
+    if isinstance(registration, GatewayRegistration) and not registration.engine:
+        del row["engine"], row["engine_url"]
+    return json.dumps(row, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode_registration(data: bytes) -> Registration:
@@ -232,7 +239,7 @@ def _decoded_registration(data: bytes) -> Registration:
                 _text(row["peer_address"], "peer_address", PEER_ADDRESS_CHARS_MAX)
             return HostRegistration(**_known_fields(HostRegistration, row))
         if role == "gateway":
-            _require_text(row, "gateway", "url")
+            _require_text({"engine": "", "engine_url": "", **row}, "gateway", "url", "engine", "engine_url")
             return GatewayRegistration(**_known_fields(GatewayRegistration, row))
         if role != "engine":
             raise UnreadableMember(f"unknown role {role!r}")

@@ -177,6 +177,7 @@ def _score_row(score: Score) -> dict[str, Any]:
         "expected_ttft_seconds": score.expected_ttft_s,
         "matched_tokens": score.matched_tokens,
         "tier_tokens": {tier.label: tokens for tier, tokens in score.tier_tokens.items()},
+        "expected_tokens": score.expected_tokens,
     }
 
 

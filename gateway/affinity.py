@@ -1,6 +1,7 @@
 """Which requests belong together when nothing better is known: the key that keeps a session on its engine."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -9,7 +10,8 @@ from gateway.openai_schema import InferenceRequest
 from gateway.upstream import Headers
 
 SESSION_HEADERS = (b"x-session-id", b"x-conversation-id")
-SESSION_FIELDS = ("session_id", "conversation_id", "conversation", "prompt_cache_key", "user", "previous_response_id")
+NAMING_FIELDS = ("session_id", "conversation_id", "conversation", "prompt_cache_key")
+SESSION_FIELDS = (*NAMING_FIELDS, "user", "previous_response_id")
 OPENING_FIELDS = ("instructions", "system", "query", "queries", "text_1")
 OPENING_BYTES_MAX = 4096
 
@@ -21,20 +23,33 @@ def session_key(request: InferenceRequest, headers: Headers) -> bytes:
     up to the first user message), which every later turn repeats; for a completion the opening of its prompt. What goes
     on from a response has only that response's name, which says nothing of the session before it.
     """
-    digest = hashlib.sha256(request.model.encode())
+    named = _named(request, headers, SESSION_FIELDS)
+    if named is not None:
+        return named
+    opening = _opening(request)[:OPENING_BYTES_MAX]
+    return hashlib.sha256(request.model.encode() + b"\x00opening" + opening).digest()
+
+
+def named_session(request: InferenceRequest, headers: Headers) -> bytes | None:
+    """`session_key` where the client gives a session a name of its own, else `None`.
+
+    A `user` has many sessions, and each response has another name than the one before it: these are none.
+    """
+    return _named(request, headers, NAMING_FIELDS)
+
+
+def _named(request: InferenceRequest, headers: Headers, fields: Sequence[str]) -> bytes | None:
+    model = request.model.encode()
     for name, value in headers:
         if name.lower() in SESSION_HEADERS and value:
-            digest.update(b"\x00header" + value)
-            return digest.digest()
-    for field in SESSION_FIELDS:
+            return hashlib.sha256(model + b"\x00header" + value).digest()
+    for field in fields:
         named = request.fields.get(field)
         if isinstance(named, dict):  # OpenAI's `conversation`
             named = named.get("id")
         if isinstance(named, str) and named:
-            digest.update(b"\x00field" + named.encode())
-            return digest.digest()
-    digest.update(b"\x00opening" + _opening(request)[:OPENING_BYTES_MAX])
-    return digest.digest()
+            return hashlib.sha256(model + b"\x00field" + named.encode()).digest()
+    return None
 
 
 def _opening(request: InferenceRequest) -> bytes:

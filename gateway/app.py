@@ -17,6 +17,7 @@ from prometheus_client import disable_created_metrics
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
+from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -43,7 +44,10 @@ from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
+from gateway.routing.assumed import AssumedPlacements
+from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
+from gateway.sent_prompts import SentPrompts
 from gateway.shared_load import EngineLoad, EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
@@ -74,7 +78,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
-        ledger, metrics = Ledger(clock), GatewayMetrics()
+        ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
         watch = PrefillWatch(ObservedRates(clock), metrics)
         loads = EngineLoads(ledger, clock)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
@@ -84,23 +88,25 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: _tell(table, encoders, local_models, probe, watch),
+            on_change=lambda table: _tell(table, encoders, local_models, probe, sent, watch),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
             on_gateways=loads.take,
             hardware=config.hardware.tables(),
+            own_lives=lambda: assumer.own_lives,
         )
-        publisher = _load_publisher(config, directory, ledger, loads, metrics)
+        publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
         metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(POLICIES["seconds"](), ledger, loads, watch, prefetcher, metrics, clock)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
+        policy = POLICIES[config.routing.policy]()
+        dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
@@ -113,7 +119,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -159,17 +165,23 @@ def _encoders(
     return encoders, local_models, self_checks
 
 
-def _load_publisher(
-    config: GatewayConfig, directory: RedisDirectory, ledger: Ledger, loads: EngineLoads, metrics: GatewayMetrics
-) -> LoadPublisher:
+def _publishers(
+    config: GatewayConfig,
+    directory: RedisDirectory,
+    ledger: Ledger,
+    loads: EngineLoads,
+    assumed: AssumedPlacements,
+    fleet: Fleet,
+    metrics: GatewayMetrics,
+) -> tuple[LoadPublisher, AssumedPublisher]:
     listen = config.listen
-    name, url = f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}"
-    registration = GatewayRegistration(name, url)
+    name = GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
 
     def count(op: str) -> None:
         metrics.directory_errors.labels(op).inc()
 
-    return LoadPublisher(directory, registration, ledger, loads, time.monotonic, on_error=count)
+    loads_told = LoadPublisher(directory, name, ledger, loads, time.monotonic, on_error=count)
+    return loads_told, AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
 
 
 def _freeze() -> None:
@@ -225,11 +237,23 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 def _tell(
-    table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe, watch: PrefillWatch
+    table: FleetTable,
+    encoders: Encoders,
+    local_models: LocalModels,
+    probe: IdsProbe,
+    sent: SentPrompts,
+    watch: PrefillWatch,
 ) -> None:
     encoders.want([*_wanted(table), *local_models.wanted()])
     probe.see(table)
+    sent.keep(table)
     watch.see(table)
+
+
+def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
+    kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+    assumed = AssumedPlacements(config.routing.assumed_s)
+    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
 
 
 def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:

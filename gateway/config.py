@@ -103,7 +103,33 @@ class EncodingConfig(Section):
     )
 
 
+class RoutingConfig(Section):
+    """How an engine is chosen for a request."""
+
+    policy: Literal["seconds", "least-load", "round-robin", "sticky"] = Field(
+        "seconds",
+        description="seconds: the engine whose answer comes soonest, by its queue and what it has cached; least-load: "
+        "the shortest queue; round-robin: each in turn; sticky: by session or first chunk, within a bound on load.",
+    )
+    on_its_way_s: float = Field(
+        5.0,
+        ge=0,
+        le=600,
+        description="Seconds after its first byte that a prompt counts as cached where it was sent, until it must have "
+        "been announced: requests that share its beginning follow it.",
+    )
+    assumed_s: float = Field(
+        600.0,
+        ge=0,
+        le=86_400,
+        description="Seconds since its last use that a prompt is assumed to be cached by an engine without an agent "
+        "whose `tokenizer` is configured; 0 assumes nothing, such prompts then go by their first chunk.",
+    )
+
+
 NAME_CHARS_MAX = 200
+KV_TOKENS_DEFAULT = 131_072
+"""16 GiB for a model of 8 billion parameters."""
 
 
 class EngineConfig(Section):
@@ -135,6 +161,13 @@ class EngineConfig(Section):
     )
     kind: Literal["vllm", "sglang", "reference"] = Field(
         "vllm", description="vllm, sglang or reference: whose way of making prompts is followed; used with `tokenizer`."
+    )
+
+    kv_tokens: int = Field(
+        KV_TOKENS_DEFAULT,
+        ge=1,
+        description="Tokens whose keys and values its GPU memory holds (vLLM logs it as `GPU KV cache size`): no more "
+        "are assumed to be cached there; used with `tokenizer`.",
     )
 
     @field_validator("url")
@@ -241,6 +274,7 @@ class GatewayConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     encoding: EncodingConfig = EncodingConfig()
+    routing: RoutingConfig = RoutingConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
     hardware: HardwareConfig = HardwareConfig()
     files_folder: Path = Field(

@@ -7,7 +7,7 @@ whose agent has died goes on serving, routed by load, and a dead engine is left 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from directory.costs import ModelShape, Rates
@@ -64,6 +64,10 @@ class EngineView:
     listed_context: int | None = None
     known_shape: ModelShape | None = None
     """Of an engine without an agent: its model's, where it is in the table of hardware."""
+    peer_address: str | None = None
+    """Where other hosts' agents fetch its host's chunks."""
+    peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """How fast its host's agent got chunks from others, by their `peer_address`."""
 
     @property
     def files(self) -> ModelFiles | None:
@@ -140,8 +144,10 @@ class Fleet:
         files_of: Callable[[str], ModelFiles | None] = lambda engine: None,
         hardware: Hardware | None = None,
         on_gateways: Callable[[Sequence[Member]], None] = lambda gateways: None,
+        own_lives: Callable[[], Collection[bytes]] = tuple,
     ) -> None:
         self._hardware, self._files_of, self._on_gateways = hardware or Hardware(), files_of, on_gateways
+        self._own_lives = own_lives
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
         self._on_name_taken, self._on_unread = on_name_taken, on_unread
@@ -208,14 +214,15 @@ class Fleet:
             self._miss(f"unavailable: {error}")
             return
         self._read_at = sent_at
-        self._on_gateways([row for row in rows if isinstance(row.registration, GatewayRegistration)])
+        gateways = [row for row in rows if isinstance(row.registration, GatewayRegistration)]
+        self._on_gateways([row for row in gateways if not _assumed_of(row)[0]])
         members = [row for row in rows if not isinstance(row.registration, GatewayRegistration)]
-        self._believe(members)
+        self._believe([*members, *(row for row in gateways if _assumed_of(row)[0])])
         self._note_full(members)
         incumbents = {engine: view.url for engine, view in self._table.engines.items()}
         incumbents |= {host: _place(member) for host, member in self._table.hosts.items()}
         hosts = self._chosen(_hosts(members), incumbents)
-        engines = {name: self._table.engines.get(name, view) for name, view in self._static.items()}
+        engines = self._static_views(gateways)
         engines |= {view.engine: view for view in self._views(members, hosts, incumbents)}
         for engine, view in self._table.engines.items():
             if engine not in engines and view.state in ("ready", "starting"):
@@ -239,7 +246,7 @@ class Fleet:
                         view,
                         state=health.state,
                         models=models,
-                        known_shape=self._known_shape(engine, models),
+                        known_shape=self._static[engine].known_shape or self._hardware.shape_served(models),
                         configured_files=self._files_of(engine),
                         listed_context=health.context_tokens,
                     )
@@ -248,14 +255,6 @@ class Fleet:
     def _target(self, view: EngineView) -> Target:
         static = self._static.get(view.engine)
         return Target(view.engine, view.url, view.models if static is None else static.models, view.api_key)
-
-    def _known_shape(self, engine: str, models: Sequence[str]) -> ModelShape | None:
-        """Of an engine without an agent: as configured, or by the models that it lists."""
-        static = self._static.get(engine)
-        if static is not None and static.known_shape is not None:
-            return static.known_shape
-        served = self._hardware.model_served(models)
-        return None if served is None else served.shape()
 
     async def _poll_for_ever(self) -> None:
         while True:
@@ -327,6 +326,7 @@ class Fleet:
             host = hosts.get(registration.host)
             own = engine_lives[name, _place(member)]
             of_host = host_lives[_name(host), _place(host)] if host else frozenset()
+            of_agent = host.registration if host and isinstance(host.registration, HostRegistration) else None
             before = self._table.engines.get(name)
             is_same = before is not None and before.url == registration.url
             views.append(
@@ -335,13 +335,30 @@ class Fleet:
                     registration.url,
                     registration.models,
                     registration,
-                    host.registration.agent_url if host and isinstance(host.registration, HostRegistration) else "",
+                    of_agent.agent_url if of_agent else "",
                     Reach(name, own & believed, of_host & believed),
                     member.load.rates,
                     before.state if before is not None and is_same else "starting",
                     announced_chunks=member.load.announced_chunks,
+                    peer_address=of_agent.peer_address if of_agent else None,
+                    peer_bytes_per_s=host.load.peer_bytes_per_s if host else {},
                 )
             )
+        return views
+
+    def _static_views(self, gateways: Sequence[Member]) -> dict[str, EngineView]:
+        """Engines without an agent, with what other gateways assume of them."""
+        believed = self._belief.lives(self._clock()) - frozenset(self._own_lives())
+        lives: dict[tuple[str, str], set[bytes]] = {}
+        for member in gateways:
+            if member.incarnation in believed:
+                lives.setdefault(_assumed_of(member), set()).add(member.incarnation)
+        views = {}
+        for name, static in self._static.items():
+            view = self._table.engines.get(name, static)
+            reach = Reach(name, frozenset(lives.get((name, view.url), ())), frozenset())
+            is_new = view.registration is None and view.reach != reach
+            views[name] = replace(view, reach=reach) if is_new else view
         return views
 
     def _chosen(self, members: Sequence[Member], incumbents: Mapping[str, str]) -> dict[str, Member]:
@@ -396,6 +413,13 @@ def _static_view(engine: EngineConfig, hardware: Hardware) -> EngineView:
         api_key=engine.api_key.get_secret_value() if engine.api_key else None,
         known_shape=None if engine.shape is None else hardware.model(engine.shape).shape(),
     )
+
+
+def _assumed_of(gateway: Member) -> tuple[str, str]:
+    """The engine's name and URL whose placements this life of a gateway's assumes; empty for a gateway's own life."""
+    registration = gateway.registration
+    assert isinstance(registration, GatewayRegistration)
+    return registration.engine, registration.engine_url
 
 
 def _hosts(members: Sequence[Member]) -> list[Member]:

@@ -3,14 +3,14 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from directory.chunks import usable_chunks
 from directory.errors import DirectoryError, DirectoryUnavailable, IdentityRefused, PartitionUnavailable
 from directory.identity import Identity, Scope
 from directory.interface import DirectoryReader, Lookup
-from directory.placements import PrefixMatch
+from directory.placements import PrefixMatch, Reach
 from directory.schemes import KnownDigests, key_scheme
 from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 CHAINS_MAX = 4
 """Distinct (model files, identity, scheme, chunk size) chains computed for one request."""
+PEER_HOSTS_MAX = 64
+"""Hosts, of those that give chunks to others, that are looked at for one request."""
 GROUPINGS_MAX = 256
 """Models whose engines' grouping is remembered."""
 HASHED_INLINE_PAGES_MAX = 4_000
@@ -35,7 +37,7 @@ DEADLINE_MIN_S, DEADLINE_MAX_S, DEADLINE_SHARE = 0.005, 0.05, 0.02
 class NamingGroup:
     """Engines that encode prompts and name chunks alike, and whom their incarnations serve.
 
-    Where they have no agent nobody announces what they hold (`is_announced`): their names serve affinity alone.
+    Where they have no agent nobody announces what they hold (`is_announced`); gateways may assume something.
     """
 
     files: ModelFiles
@@ -46,6 +48,13 @@ class NamingGroup:
     page_tokens: int | None
     engines: tuple[EngineView, ...]
     reaches: ReachMatrix
+    peers: ReachMatrix | None = None
+    """What the hosts hold that give chunks to others, under their `peer_address`."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the directory may know what they hold."""
+        return self.is_announced or any(view.reach.own for view in self.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +70,14 @@ class Holders:
     """What the directory said: each engine's match over its own keys (the chunks in its way of naming), and whether
     it answered. `degraded` says what was missing: `directory_unavailable` (nothing came in time), `directory_paused`
     (not asked), `gateway_late` (this process was too busy to see an answer in time), `partial_directory`.
+
+    `peers`: for an engine the hosts whose agents give chunks to others, by their `peer_address`, and how many of its
+    leading chunks each holds in DRAM or NVMe, the longest first. Empty where no engine's match can be lengthened so.
     """
 
     matches: dict[str, PrefixMatch] = field(default_factory=dict)
     keys: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    peers: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     is_known: bool = True
     degraded: str | None = None
 
@@ -76,7 +89,7 @@ def group_by_naming(views: Sequence[EngineView]) -> tuple[NamingGroup, ...]:
         if (files := view.files) is not None:
             groups.setdefault(_naming(view, files), []).append(view)
     return tuple(
-        NamingGroup(*naming, tuple(members), ReachMatrix([view.reach for view in members]))
+        NamingGroup(*naming, tuple(members), ReachMatrix([view.reach for view in members]), _peers_of(members))
         for naming, members in groups.items()
     )
 
@@ -102,6 +115,11 @@ def chain_chunks(
         else:
             chains.append(ChunkChain(keys, group))
     return chains
+
+
+def keys_by_engine(chains: Sequence[ChunkChain]) -> dict[str, tuple[bytes, ...]]:
+    """A prompt's directory keys in each engine's way of naming."""
+    return {view.engine: chain.keys for chain in chains for view in chain.group.engines}
 
 
 def lookup_deadline_s(expected_prefill_s: float) -> float:
@@ -157,11 +175,21 @@ class ChunkLookup:
             self._groupings[model] = views, groups
         return groups
 
-    async def chained(self, named: Sequence[tuple[NamingGroup, bytes]], scope: Scope) -> list[ChunkChain]:
-        """`chain_chunks` of each group's own ids, with what earlier prompts had; in a thread where much is hashed."""
+    async def chained(
+        self, named: Sequence[tuple[NamingGroup, bytes]], scope: Scope, model: str = ""
+    ) -> list[ChunkChain]:
+        """`chain_chunks` of each group's own ids, with what earlier prompts had; in a thread where much is hashed.
+
+        Of an engine without an agent nobody says whether `model` is an adapter, so it counts as one.
+        """
+        unannounced = replace(scope, lora=hashlib.sha256(model.encode()).digest())
 
         def chains() -> list[ChunkChain]:
-            return [chain for group, tokens in named for chain in chain_chunks([group], tokens, scope, self._known)]
+            return [
+                chain
+                for group, tokens in named
+                for chain in chain_chunks([group], tokens, scope if group.is_announced else unannounced, self._known)
+            ]
 
         pages = sum(len(tokens) // (4 * (group.page_tokens or group.chunk_tokens)) for group, tokens in named)
         return chains() if pages <= HASHED_INLINE_PAGES_MAX else await asyncio.to_thread(chains)
@@ -230,14 +258,35 @@ def _has_lookup(answers: Sequence[Lookup | DirectoryError]) -> bool:
 
 def _join(chains: Sequence[ChunkChain], answers: Sequence[Lookup | DirectoryError]) -> Holders:
     matches: dict[str, PrefixMatch] = {}
-    keys: dict[str, tuple[bytes, ...]] = {}
+    peers: dict[str, tuple[tuple[str, int], ...]] = {}
     is_partial = False
     for chain, answer in zip(chains, answers, strict=True):
-        keys |= {view.engine: chain.keys for view in chain.group.engines}
         if isinstance(answer, Lookup):
-            matches |= chain.group.reaches.match(answer.records)
+            found = chain.group.reaches.match(answer.records)
+            matches |= found
+            peers |= _peer_runs(chain.group, answer, found)
         is_partial = is_partial or not isinstance(answer, Lookup) or answer.is_partial
-    return Holders(matches, keys, degraded="partial_directory" if is_partial else None)
+    degraded = "partial_directory" if is_partial else None
+    return Holders(matches, keys_by_engine(chains), peers, degraded=degraded)
+
+
+def _peers_of(views: Sequence[EngineView]) -> ReachMatrix | None:
+    """The first `PEER_HOSTS_MAX` hosts that give chunks to others; `None` where there are none."""
+    lives = {view.peer_address: view.reach.host for view in views if view.peer_address is not None}
+    reaches = [Reach(address, frozenset(), host) for address, host in sorted(lives.items()) if host]
+    return ReachMatrix(reaches[:PEER_HOSTS_MAX]) if reaches else None
+
+
+def _peer_runs(
+    group: NamingGroup, answer: Lookup, found: Mapping[str, PrefixMatch]
+) -> dict[str, tuple[tuple[str, int], ...]]:
+    """See `Holders`. Where all engines match alike no host can add anything: it serves one of them already."""
+    lengths = {found[view.engine].chunks if view.engine in found else 0 for view in group.engines}
+    if group.peers is None or len(lengths) == 1:
+        return {}
+    runs = {address: match.chunks for address, match in group.peers.match(answer.records).items()}
+    longest_first = tuple(sorted(runs.items(), key=lambda run: (-run[1], run[0])))
+    return {view.engine: longest_first for view in group.engines}
 
 
 _Naming = tuple[ModelFiles, bool, bytes, str, int, int | None]

@@ -55,7 +55,7 @@ class PrefillWatch:
 
     def see(self, table: FleetTable) -> None:
         """The fleet as it is now."""
-        self._rates.see({view.engine: EngineLife(view.url, view.reach.own) for view in table.engines.values()})
+        self._rates.see({view.engine: _life(view) for view in table.engines.values()})
 
     def rates_of(self, view: EngineView) -> Rates | None:
         """What to expect of an engine: what it registered, corrected by what was observed."""
@@ -86,3 +86,8 @@ class PrefillWatch:
         return WatchedPrefill(
             self._rates, self._metrics, sending, score, view.chunk_tokens, tokens, is_streamed and is_counted
         )
+
+
+def _life(view: EngineView) -> EngineLife:
+    """Of an engine without an agent, what it reaches are lives of gateways."""
+    return EngineLife(view.url, frozenset() if view.registration is None else view.reach.own)

@@ -2,17 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from directory.costs import Rates, prefill_s
 from directory.identity import Scope
-from gateway.affinity import session_key
+from gateway.affinity import named_session, session_key
 from gateway.context_guard import refuse_too_long
 from gateway.encoding.encoder import Encoding
 from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.fleet import EngineView, Fleet
-from gateway.lookup import ChunkChain, ChunkLookup, Holders, lookup_deadline_s
+from gateway.lookup import ChunkChain, ChunkLookup, Holders, keys_by_engine, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
 from gateway.parity.parity import Parity, without
@@ -76,9 +76,10 @@ class Preparation:
         homes: ResponseHomes,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        are_assumed: bool = True,
     ) -> None:
         self._fleet, self._prompts, self._lookup, self._parity = fleet, prompts, lookup, parity
-        self._homes, self._metrics, self._clock = homes, metrics, clock
+        self._homes, self._metrics, self._clock, self._are_assumed = homes, metrics, clock, are_assumed
 
     async def prepare(self, incoming: Incoming, views: Sequence[EngineView]) -> Prepared:
         """Everything about `incoming` that doesn't change between attempts. Raises `GatewayError`."""
@@ -95,24 +96,31 @@ class Preparation:
             reason = "response-affinity" if home else "session-affinity"
             return Prepared(prompt, session_key(request, incoming.headers), Holders(), reason)
         with self._metrics.stage("keys", self._clock):
-            chains = await self._lookup.chained(prompt.named(), Scope(salt=request.cache_salt))
+            chains = await self._lookup.chained(prompt.named(), Scope(salt=request.cache_salt), request.model)
         approximate = self._parity.approximate(request, views)
         with self._metrics.stage("lookup", self._clock):
-            asked, holders = [chain for chain in chains if prompt.may_be_held(chain)], Holders()
+            read, holders = [chain for chain in chains if prompt.reads_cache(chain)], Holders()
+            asked = [chain for chain in read if chain.group.is_told]
             if asked and len(approximate) < len(views):
-                holders = without(await self._find_holders(asked, views, prompt.best.prompt_tokens), approximate)
+                holders = await self._find_holders(asked, views, prompt.best.prompt_tokens)
+            holders = without(replace(holders, keys=keys_by_engine(read)), approximate)
         if holders.degraded:
             self._metrics.degraded.labels(holders.degraded).inc()
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
         affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
         is_announced = any(chain.group.is_announced for chain in chains)
+        named = named_session(request, incoming.headers)
         if first_key is None and not (prompt.best.is_whole and is_announced):
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
         unplaced = "" if holders.is_known else "directory-unavailable"
         if len(approximate) == len(views):
             unplaced = "approximate"
-        if not is_announced:
+        if not is_announced and (first_key is None or not self._are_assumed):
             unplaced = "prefix-affinity" if first_key else "session-affinity"
+        elif not is_announced and unplaced == "directory-unavailable":
+            unplaced = ""  # what is assumed here is known nevertheless
+        if not unplaced:
+            affinity = named or affinity
         return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
 
     async def _find_holders(

@@ -43,10 +43,9 @@ class EncodedPrompt:
         encoded = [(group, self.by_files[group.files].tokens) for group in self.groups]
         return [(group, tokens) for group, tokens in encoded if tokens is not None]
 
-    def may_be_held(self, chunk_chain: ChunkChain) -> bool:
-        """Whether it is worth asking who holds these chunks: they are announced, and read by who holds them."""
-        group = chunk_chain.group
-        return group.is_announced and self.by_files[group.files].reads_cache
+    def reads_cache(self, chunk_chain: ChunkChain) -> bool:
+        """Whether an engine that holds these chunks would use them."""
+        return self.by_files[chunk_chain.group.files].reads_cache
 
 
 class Prompts:

@@ -171,4 +171,5 @@ def without(holders: Holders, engines: frozenset[str]) -> Holders:
         return holders
     matches = {engine: match for engine, match in holders.matches.items() if engine not in engines}
     keys = {engine: found for engine, found in holders.keys.items() if engine not in engines}
-    return replace(holders, matches=matches, keys=keys)
+    peers = {engine: found for engine, found in holders.peers.items() if engine not in engines}
+    return replace(holders, matches=matches, keys=keys, peers=peers)

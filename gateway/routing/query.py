@@ -30,7 +30,8 @@ class Candidate:
     the prompt's length in tokens of its own, where they aren't the query's. `queued_tokens` are still to be prefilled
     there, `active_tokens` are the prompt tokens of its open requests, and `kv_tokens_max` is what its GPU can hold.
     `peer` is the other host that can lengthen its match furthest. `use` is the share of its time that was given to it
-    lately, done or not.
+    lately, done or not. The last `expected_chunks` of `match` aren't there yet: they are on their way
+    (`gateway.routing.overlay`).
     """
 
     engine: str
@@ -47,6 +48,7 @@ class Candidate:
     kv_tokens_max: int | None = None
     peer: PeerExtension | None = None
     use: float = 0.0
+    expected_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class RoutingQuery:
 class Score:
     """A candidate with each term of its score, in seconds; the lowest `score_s` is served first.
 
-    `price` is what a second of its time was counted as.
+    `price` is what a second of its time was counted as. Of its `matched_tokens`, the last `expected_tokens` aren't
+    there yet.
     """
 
     engine: str
@@ -80,6 +83,7 @@ class Score:
     matched_tokens: int
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     price: float = 1.0
+    expected_tokens: int = 0
 
     @property
     def service_s(self) -> float:

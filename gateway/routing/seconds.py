@@ -76,6 +76,8 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
         matched_tokens=cut.chunks * candidate.chunk_tokens,
         tier_tokens=tier_tokens,
         price=second_s,
+        expected_tokens=max(0, cut.chunks + candidate.expected_chunks - candidate.match.chunks)
+        * candidate.chunk_tokens,
     )
 
 

@@ -78,7 +78,7 @@ def test_an_unknown_accelerator_is_refused_with_the_nearest_name() -> None:
     ],
 )
 def test_a_served_id_names_its_model_or_none(served: str, name: str | None) -> None:
-    assert HARDWARE.model_served(["unknown", served]) == (MODELS[name] if name else None)
+    assert HARDWARE.shape_served(["unknown", served]) == (MODELS[name].shape() if name else None)
 
 
 @pytest.mark.parametrize(
@@ -106,5 +106,5 @@ def test_what_a_user_adds_is_found_and_stands_before_the_tables() -> None:
     own = dense(9, 40, 4096, 8, 128)
     hardware = Hardware({"house-9b": own, "llama-3.1-8b": own}, {"tpu-v9": Accelerator(1e15, 2e15, 1e12)})
     assert hardware.model("house-9b") is hardware.model("llama-3.1-8b") is own
-    assert hardware.model_served(["us/House-9B-chat"]) is own
+    assert hardware.shape_served(["us/House-9B-chat"]) == own.shape()
     assert hardware.accelerator("tpu-v9").useful_flops() == pytest.approx(4e14)

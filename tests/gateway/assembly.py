@@ -18,9 +18,10 @@ from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
 from gateway.admin_api import create_admin_api
+from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
-from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
+from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, RoutingConfig, TimeoutsConfig
 from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
@@ -28,7 +29,7 @@ from gateway.encoding.local_models import LocalModels
 from gateway.encoding.model_files import ModelFiles
 from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding_report import EncodingReport
-from gateway.fleet import Fleet
+from gateway.fleet import Fleet, FleetTable
 from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
@@ -45,7 +46,10 @@ from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
+from gateway.routing.assumed import AssumedPlacements
+from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES, Policy
+from gateway.sent_prompts import SentPrompts
 from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.upstream import Upstream
@@ -102,6 +106,7 @@ class TestGateway:
     probe: IdsProbe
     publisher: LoadPublisher
     loads: EngineLoads
+    assumer: AssumedPublisher
     completion: Completion
 
     def count(self, name: str, **labels: str) -> float:
@@ -128,12 +133,16 @@ async def gateway_for(
     renderer: str = "reference",
     encoder: Encoder | None = None,
     sends_ids: bool = False,
+    routing: RoutingConfig | None = None,
+    static_files: ModelFiles | None = None,
+    agent_url: str = "http://127.0.0.1:1",
     sender: IdsSender | None = None,
     policy: Policy | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
-    The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'.
+    The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
+    in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all hosts'.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -142,11 +151,11 @@ async def gateway_for(
     for engine in engines:
         host = f"host-{engine.name}"
         lives[host], lives[engine.name] = draw_incarnation(), draw_incarnation()
-        await directory.register(lives[host], host_registration(host), HOST_LOAD, TERM_S)
+        await directory.register(lives[host], host_registration(host, agent_url), HOST_LOAD, TERM_S)
         registration = engine_registration(engine.name, engine.url, host, renderer=renderer)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
-    config = GatewayConfig(limits=limits, engines=tuple(static))
+    config = GatewayConfig(limits=limits, engines=tuple(static), routing=routing or RoutingConfig())
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         files = TokenizerFiles(config.files_folder, control)
@@ -157,18 +166,30 @@ async def gateway_for(
         ledger, metrics = Ledger(clock), GatewayMetrics()
         loads = EngineLoads(ledger, clock)
         watch = PrefillWatch(ObservedRates(clock), metrics)
+        kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+        assumed = AssumedPlacements(config.routing.assumed_s)
+        sent = SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
+
+        def tell(table: FleetTable) -> None:
+            probe.see(table)
+            sent.keep(table)
+            watch.see(table)
+
         fleet = Fleet(
             seen,
             HealthCheck(control),
             clock,
             static=config.engines,
-            on_change=lambda table: (probe.see(table), watch.see(table)),  # type: ignore[func-returns-value]
+            on_change=tell,
+            files_of=lambda engine: static_files,
             on_gateways=loads.take,
             hardware=config.hardware.tables(),
+            own_lives=lambda: assumer.own_lives,
         )
         metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
         name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
         publisher = LoadPublisher(directory, name, ledger, loads, clock)
+        assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, clock)
         upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
@@ -179,8 +200,9 @@ async def gateway_for(
         stack.callback(comparing.cancel)
         homes, prompts = ResponseHomes(clock), Prompts(encoders, lookup)
         sender = sender or IdsSender(upstream, probe)
-        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock)
-        dispatcher = Dispatcher(policy or POLICIES["seconds"](), ledger, loads, watch, prefetcher, metrics, clock)
+        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, sent.assumed.is_on)
+        policy = policy or POLICIES[config.routing.policy]()
+        dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
@@ -192,7 +214,9 @@ async def gateway_for(
             completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, lambda: False, limit
         )
         url = await stack.enter_async_context(serving(api))
-        yield TestGateway(url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, completion)
+        yield TestGateway(
+            url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer, completion
+        )
 
 
 @contextlib.asynccontextmanager

@@ -27,8 +27,8 @@ def engine_registration(
     return EngineRegistration(**{**fields, **other})  # type: ignore[arg-type]
 
 
-def host_registration(host: str = "h") -> HostRegistration:
-    return HostRegistration(host, "http://127.0.0.1:1")
+def host_registration(host: str = "h", agent_url: str = "http://127.0.0.1:1") -> HostRegistration:
+    return HostRegistration(host, agent_url)
 
 
 ENGINE_LOAD = Load(rates=Rates(flops=1e11, bytes_per_s={Tier.DRAM: 2e9}))

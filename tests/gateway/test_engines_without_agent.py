@@ -29,6 +29,7 @@ async def gateway_of(engines: list[MockEngine], model: Path, folder: Path) -> As
         "listen": {"port": port},
         "directory": {"url": f"redis://127.0.0.1:{free_port()}"},
         "engines": rows,
+        "routing": {"assumed_s": 0},
         "files_folder": str(folder / "files"),
     }
     (folder / "gateway.yaml").write_text(json.dumps(config))

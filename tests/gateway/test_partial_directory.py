@@ -9,6 +9,7 @@ from directory.interface import Lookup
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
+from gateway.config import RoutingConfig
 from gateway.openai_schema import COMPLETIONS
 from tests.gateway.assembly import gateway_for
 from tests.gateway.mock_engine import MockEngine
@@ -34,7 +35,7 @@ async def test_a_prefix_is_followed_over_silent_partitions_and_that_is_counted()
     async with (
         MockEngine("a") as a,
         MockEngine("b") as b,
-        gateway_for([a, b], writer=directory, reader=directory) as gateway,
+        gateway_for([a, b], writer=directory, reader=directory, routing=RoutingConfig(on_its_way_s=0)) as gateway,
         httpx.AsyncClient(trust_env=False) as client,
     ):
         await gateway.hold(TEXT, "host-b", Tier.DRAM)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from directory.placements import PrefixMatch
 from directory.tiers import Tier
 from gateway.routing.approx_tree import ApproxTree
-from gateway.routing.overlay import Overlay
+from gateway.routing.overlay import FOLLOWERS_MAX, Overlay
 from gateway.routing.policies import POLICIES, blocks_of_work, product, weighted_sum
 from gateway.routing.query import Candidate, RoutingQuery
 from tests.gateway.samples import RATES, SHAPE
@@ -129,7 +129,7 @@ def test_chunks_on_their_way_lengthen_a_run_until_they_must_have_been_announced(
     overlay = Overlay()
     overlay.expect("a", KEYS[:4], until=10.0)
     held = PrefixMatch((Tier.NVME,))
-    assert overlay.extend("a", held, KEYS, now=9.0).tiers == (Tier.NVME, Tier.GPU, Tier.GPU, Tier.GPU)
+    assert overlay.extend("a", held, KEYS, now=9.0).tiers == (Tier.GPU,) * 4
     assert overlay.extend("a", held, KEYS, now=10.0) is held
     assert overlay.extend("b", held, KEYS, now=9.0) is held
 
@@ -137,5 +137,71 @@ def test_chunks_on_their_way_lengthen_a_run_until_they_must_have_been_announced(
 def test_what_is_on_its_way_is_bounded() -> None:
     overlay = Overlay(chunks_max=2)
     overlay.expect("a", KEYS[:3], until=10.0)
-    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0  # the oldest, which is the first, went
-    assert overlay.extend("a", PrefixMatch((Tier.GPU,)), KEYS, now=0.0).chunks == 3
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 2  # without its first chunks it were nothing
+    overlay.expect("a", KEYS[5:7], until=10.0)
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0  # the older prompt went
+    assert len(overlay) == 2
+
+
+def test_a_prompt_that_fails_takes_back_its_own_expectation_only() -> None:
+    overlay = Overlay()
+    first = overlay.expect("a", KEYS[:4], until=10.0)
+    second = overlay.expect("a", KEYS[:2], until=10.0)
+    overlay.take_back(first)
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 2
+    overlay.take_back(second)
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0
+    overlay.expect("b", KEYS[:1], until=10.0, now=0.0)
+    overlay.expect("a", KEYS[5:6], until=10.0, now=0.0)
+    assert len(overlay) == 2, "what was taken back goes"
+
+
+def test_a_bounded_number_waits_for_a_chunk_and_any_number_may_follow_once_it_is_there() -> None:
+    overlay = Overlay()
+    waiting = [overlay.expect("a", KEYS[:2], until=10.0) for _ in range(FOLLOWERS_MAX - 1)]
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 2
+    waiting.append(overlay.expect("a", KEYS[:2], until=10.0))
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0
+    held = PrefixMatch((Tier.DRAM,))
+    assert overlay.extend("a", held, KEYS, now=0.0) is held
+    overlay.settle(waiting[0], until=5.0)
+    for _ in range(FOLLOWERS_MAX):
+        overlay.expect("a", KEYS[:2], until=10.0)
+        assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 2
+    overlay.expect("a", KEYS[:2], until=10.0, now=6.0)
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=6.0).chunks == 0
+
+
+def test_nothing_is_on_its_way_to_an_engine_that_is_gone() -> None:
+    overlay = Overlay()
+    overlay.expect("a", KEYS, until=10.0)
+    overlay.expect("b", KEYS, until=10.0)
+    overlay.keep({"b", "c"})
+    assert overlay.extend("a", PrefixMatch(), KEYS, now=0.0).chunks == 0
+    assert len(overlay) == len(KEYS)
+
+
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+"""A prompt: which of two chunks follows, from the first on."""
+BURSTS = st.lists(st.tuples(PATHS, st.sampled_from(["wait", "settle", "take back"]), st.integers(1, 9)), max_size=7)
+
+
+@given(BURSTS, PATHS, st.integers(0, 9))
+def test_what_is_on_its_way_is_what_any_living_prompt_brings(
+    burst: list[tuple[list[int], str, int]], asked: list[int], now: int
+) -> None:
+    def keys(path: list[int]) -> tuple[bytes, ...]:
+        return tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
+
+    overlay = Overlay()
+    alive: set[bytes] = set()
+    for path, fate, until in burst:
+        expectation = overlay.expect("a", keys(path), until)
+        if fate == "settle":
+            overlay.settle(expectation, until)
+        if fate == "take back":
+            overlay.take_back(expectation)
+        elif until > now:
+            alive |= set(keys(path))
+    found = overlay.extend("a", PrefixMatch(), keys(asked), now).chunks
+    assert found == next((place for place, key in enumerate(keys(asked)) if key not in alive), len(asked))
