@@ -79,8 +79,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
-        watch = PrefillWatch(ObservedRates(clock), metrics)
-        loads = EngineLoads(ledger, clock)
+        loads, watch = EngineLoads(ledger, clock), PrefillWatch(ObservedRates(clock), metrics)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
@@ -98,8 +97,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             own_lives=lambda: assumer.own_lives,
         )
         publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
-        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
-        metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
+        _register_gauges(metrics, fleet, loads, watch)
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
@@ -260,6 +258,11 @@ def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
     """Of engines with an agent, which may be away."""
     views = [view for view in table.engines.values() if view.registration is not None]
     return [(files, view.agent_url) for view in views if (files := view.files) is not None]
+
+
+def _register_gauges(metrics: GatewayMetrics, fleet: Fleet, loads: EngineLoads, watch: PrefillWatch) -> None:
+    metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
+    metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
 
 
 def _engine_loads(fleet: Fleet, loads: EngineLoads) -> list[tuple[str, EngineLoad, EngineLoad]]:
