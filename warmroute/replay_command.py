@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from directory.hardware import UnknownHardware
 from gateway.routing.policies import POLICIES
 from nodeagent.tiers.write_policy import WRITE_POLICIES
-from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
+from warmroute.replay.hardware import FleetPlan, Imperfection, TierBlocks, model_named
 from warmroute.replay.plot import Curve, PlotError, check_plot, draw
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
@@ -17,6 +18,7 @@ from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_tr
 
 NODES_MAX = 4096
 GATEWAYS_MAX = 256
+DEVICES_MAX = 4096
 BLOCKS_MAX = 10**8
 TIERS_DEFAULT, FLAWS_DEFAULT, PLAN_DEFAULT = TierBlocks(), Imperfection(), FleetPlan(nodes=4)
 
@@ -31,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=_whole("nodes", 1, NODES_MAX), default=4, metavar="N", help="one engine each (default 4)")
     add("--speed", type=_number("speed", above=0), default=1.0, metavar="X", help="arrivals X times as fast")
     add("--half", choices=("all", "first", "second"), default="all", help="tune on the first, report on the second")
-    add("--model", choices=MODELS, default="8b", help="the model's shape and its accelerators (default 8b)")
+    text = "8b or 70b (Llama 3's, on one or eight H100), or a name of the hardware table (default 8b)"
+    add("--model", default="8b", metavar="NAME", help=text)
+    text = "of a model from the table: its accelerators (default h100)"
+    add("--accelerator", default="h100", metavar="NAME", help=text)
+    devices = _whole("devices", 1, DEVICES_MAX)
+    add("--devices", type=devices, default=1, metavar="N", help="of a model from the table: how many (default 1)")
     for tier, least in (("gpu", 1), ("dram", 0), ("nvme", 0)):
         blocks = getattr(TIERS_DEFAULT, tier)
         check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
@@ -72,14 +79,15 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         requests = _requests(options)
         policies = _policies(options)
+        model = model_named(options.model, options.accelerator, options.devices)
         if options.plot is not None:
             check_plot(options.plot)
-    except (TraceError, PlotError, OSError, UnicodeDecodeError) as error:
+    except (TraceError, PlotError, OSError, UnicodeDecodeError, UnknownHardware) as error:
         print(f"warmroute replay: {error}", file=sys.stderr)
         return 2
     plan = FleetPlan(
         nodes=options.nodes,
-        model=MODELS[options.model],
+        model=model,
         blocks=TierBlocks(options.gpu_blocks, options.dram_blocks, options.nvme_blocks),
         imperfection=replace(
             FLAWS_DEFAULT,

@@ -1,10 +1,13 @@
-"""What the correction of engines' rates is worth, in replays of engines that aren't as fast as they register."""
+"""Engines' rates in replays: what correcting them is worth, and where they come from."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
-from warmroute.replay.hardware import FleetPlan, Imperfection
+from warmroute.cli import main
+from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, model_named
 from warmroute.replay.report import report
 from warmroute.replay.simulation import replay
 from warmroute.replay.trace import TracedRequest, block_key
@@ -36,3 +39,25 @@ def test_waits_are_shorter_where_unequal_engines_are_known_as_they_are(seed: int
 
 def test_correction_costs_nothing_where_engines_are_as_fast_as_they_say() -> None:
     assert mean_ttft_s(0.0, True, 1) < 1.02 * mean_ttft_s(0.0, False, 1)
+
+
+def test_the_tables_8b_is_about_as_fast_as_the_replays_own() -> None:
+    own, named = MODELS["8b"], model_named("llama-3.1-8b", "h100", 1)
+    assert named.flops == pytest.approx(own.flops, rel=0.02)
+    assert named.step_s == pytest.approx(own.step_s, rel=0.05)
+    assert model_named("llama-3.1-8b", "h100", 2).step_s == pytest.approx(named.step_s / 2)
+    assert model_named("8b", "t4", 7) is own
+
+
+def test_a_model_of_the_table_is_replayed_and_an_unknown_one_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n')
+    ttfts = []
+    for model in ("qwen3-32b", "gpt-oss-20b"):
+        assert main(["replay", str(trace), "--model", model, "--accelerator", "l40s", "--json"]) == 0
+        ttfts.append(json.loads(capsys.readouterr().out)["ttft"]["mean"])
+    assert ttfts[0] > 8 * ttfts[1], "nine times as many active parameters"
+    assert main(["replay", str(trace), "--model", "qwen3-32"]) == 2
+    assert capsys.readouterr().err == "warmroute replay: no model is known as 'qwen3-32'; did you mean qwen3-32b?\n"
