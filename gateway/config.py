@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from directory.hardware import Accelerator, Hardware, ModelSpec
+from directory.hardware import ACCELERATORS, MODELS, Accelerator, Hardware, ModelSpec
 from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
 from directory.server_url import URL_FORMS
 
@@ -256,8 +256,12 @@ class AcceleratorConfig(Section):
 class HardwareConfig(Section):
     """What is added to the table of hardware (`directory/hardware.py`)."""
 
-    models: tuple[ModelConfig, ...] = Field((), description="Models that aren't in the table.")
-    accelerators: tuple[AcceleratorConfig, ...] = Field((), description="Accelerators that aren't in the table.")
+    models: tuple[ModelConfig, ...] = Field(
+        (), description=f"Models that aren't in the table, which holds {', '.join(MODELS)}."
+    )
+    accelerators: tuple[AcceleratorConfig, ...] = Field(
+        (), description=f"Accelerators that aren't in the table, which holds {', '.join(ACCELERATORS)}."
+    )
 
     def tables(self) -> Hardware:
         """The table with what is added."""
