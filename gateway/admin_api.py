@@ -174,10 +174,15 @@ def _score_row(score: Score) -> dict[str, Any]:
         "wait_seconds": score.wait_s,
         "load_seconds": score.load_s,
         "prefill_seconds": score.prefill_s,
+        "price": score.price,
+        "replies_seconds": score.replies_s,
+        "evict_seconds": score.evict_s,
         "expected_ttft_seconds": score.expected_ttft_s,
         "matched_tokens": score.matched_tokens,
         "tier_tokens": {tier.label: tokens for tier, tokens in score.tier_tokens.items()},
         "expected_tokens": score.expected_tokens,
+        "peer": score.peer or None,
+        "peer_tokens": score.peer_tokens,
     }
 
 

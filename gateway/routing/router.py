@@ -32,13 +32,13 @@ def route(query: RoutingQuery) -> RoutingDecision:
 
 
 def _reason(ranked: list[Score]) -> str:
-    """Why the first leads: `only-engine`, `prefix`, `shorter-wait` (a longer prefix waits elsewhere), or `load`."""
+    """Why the first leads: `only-engine`, `prefix`, `spill` (a longer prefix is left elsewhere), or `load`."""
     if len(ranked) == 1:
         return "only-engine"
     longest = max(score.matched_tokens for score in ranked)
     if not longest:
         return "load"
-    return "prefix" if ranked[0].matched_tokens == longest else "shorter-wait"
+    return "prefix" if ranked[0].matched_tokens == longest else "spill"
 
 
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:

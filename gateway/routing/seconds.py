@@ -1,12 +1,19 @@
 """The score: the seconds until the answer's first token, and what this request costs everybody behind it.
 
-    score = wait + price * (load + prefill)        lowest wins
+    score = wait + price * (load + prefill) + replies + evict        lowest wins
 
 `wait` is the work already booked on the engine. `load` and `prefill` come from `directory.costs` with the cheapest cut
 of the hit. `price` is what one second of this engine's time costs all who want it: 1 for the request itself, 1 for each
 prefill that queues there, and `USE_WEIGHT` for the share of its time that was given away lately, at most `PRICE_MAX`:
 those who will come meanwhile. On an engine that nobody uses it is 1, and the score is the expected time to the first
 token; so a crowd leaves the holder of its prefix for idle engines, and what has no prefix leaves a busy one.
+
+`replies` is `REPLY_SHARE` of the terms before it for every open request: replies share the engine's steps with
+prefills, and what is queued will reply, too. `evict` is for an engine whose GPU can't hold this prompt beside those of
+its open requests: the seconds to compute what doesn't fit once more.
+
+What another host's agent can add to the hit counts as far as it will have come when the wait is over, as chunks in
+`dram`: no engine waits for a peer.
 """
 
 from collections.abc import Sequence
@@ -21,6 +28,9 @@ from gateway.routing.query import Candidate, RoutingQuery, Score
 PRICE_MAX = 16.0
 USE_WEIGHT = 2.0
 """From replays of both traces: 1 is better than 0, 2 better than 1, 4 no better than 2."""
+REPLY_SHARE = 0.02
+"""A running reply slows a prefill by about 1% (`warmroute.replay.hardware`); twice that stands for the replies to come.
+From replays of both traces: 0.01 and 0.04 are worse than 0.02, 0 is worst."""
 UNKNOWN_DOUBT = 0.5
 """The share of an unknown chunk's recomputation that is charged: its partition didn't answer."""
 NEUTRAL_FLOPS = 1e12
@@ -57,28 +67,56 @@ class _Service:
 
 def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
     rates = candidate.rates or neutral
-    hit = _usable_hit(candidate, prompt_tokens)
+    own = _usable_hit(candidate, prompt_tokens)
+    hit = _with_peer(candidate, own, prompt_tokens)
     service = _service(candidate, rates, prompt_tokens, hit)
     if hit.unknown:  # where doubt costs more than it may save, what comes before it is counted alone
         certain = _Hit(hit.tiers[: hit.unknown[0]])
         service = min(service, _service(candidate, rates, prompt_tokens, certain), key=lambda each: each.total_s)
     second_s = price(candidate)
     cut, prefill = service.cut, service.cut.prefill_s + service.doubt_s
-    tier_tokens = {
-        tier: count * candidate.chunk_tokens for tier in TIERS if (count := service.hit.tiers[: cut.chunks].count(tier))
-    }
+    seconds = candidate.wait_s + second_s * (cut.load_s + prefill)
+    replies, evict = REPLY_SHARE * candidate.running * seconds, _evict_s(candidate, rates, prompt_tokens)
+    fetched = max(0, cut.chunks - len(own.tiers))
     return Score(
         engine=candidate.engine,
-        score_s=candidate.wait_s + second_s * (cut.load_s + prefill),
+        score_s=seconds + replies + evict,
         wait_s=candidate.wait_s,
         load_s=cut.load_s,
         prefill_s=prefill,
         matched_tokens=cut.chunks * candidate.chunk_tokens,
-        tier_tokens=tier_tokens,
+        tier_tokens={
+            tier: count * candidate.chunk_tokens
+            for tier in TIERS
+            if (count := service.hit.tiers[: cut.chunks].count(tier))
+        },
         price=second_s,
-        expected_tokens=max(0, cut.chunks + candidate.expected_chunks - candidate.match.chunks)
+        expected_tokens=max(0, cut.chunks - fetched + candidate.expected_chunks - candidate.match.chunks)
         * candidate.chunk_tokens,
+        replies_s=replies,
+        evict_s=evict,
+        peer=candidate.peer.address if candidate.peer and fetched else "",
+        peer_tokens=fetched * candidate.chunk_tokens,
     )
+
+
+def _evict_s(candidate: Candidate, rates: Rates, prompt_tokens: int) -> float:
+    """Seconds to compute the tokens that won't fit, each once, whatever comes before them."""
+    if candidate.kv_tokens_max is None:
+        return 0.0
+    excess = max(0, candidate.active_tokens + prompt_tokens - candidate.kv_tokens_max)
+    return 2 * candidate.shape.parameters * excess / rates.flops
+
+
+def _with_peer(candidate: Candidate, own: _Hit, prompt_tokens: int) -> _Hit:
+    """The hit, lengthened by what will have come from the peer when the wait is over."""
+    peer, usable = candidate.peer, usable_chunks(prompt_tokens, candidate.chunk_tokens)
+    if peer is None or len(own.tiers) < min(candidate.match.chunks, usable):  # a run that ends in the unknown
+        return own
+    chunk_s = candidate.chunk_tokens * candidate.shape.kv_bytes_per_token / peer.bytes_per_s
+    in_time = int(max(0.0, candidate.wait_s - peer.fixed_s) / chunk_s)
+    more = min(in_time, min(peer.chunks, usable) - len(own.tiers))
+    return _Hit(own.tiers + (Tier.DRAM,) * more, own.unknown)
 
 
 def _usable_hit(candidate: Candidate, prompt_tokens: int) -> _Hit:

@@ -40,7 +40,7 @@ def test_a_hot_prefix_leaves_its_holder_when_waiting_costs_more_than_recomputing
     held = candidate("a", (Tier.GPU,) * 9, wait_s=recompute_s * 3, prefills=1)
     decision = route(query(held, candidate("b")))
     assert decision.ranked[0].engine == "b"
-    assert decision.reason == "shorter-wait"
+    assert decision.reason == "spill"
 
 
 def test_among_near_ties_the_longest_prefix_leads() -> None:
@@ -158,5 +158,6 @@ def test_a_ranking_holds_every_candidate_once_and_its_terms_add_up(
     for score in decision.ranked:
         assert score.matched_tokens == sum(score.tier_tokens.values())
         assert score.matched_tokens < max(1, tokens)
-        assert score.score_s == pytest.approx(score.wait_s + score.price * (score.load_s + score.prefill_s))
-        assert min(score.load_s, score.prefill_s) >= 0
+        seconds = score.wait_s + score.price * (score.load_s + score.prefill_s)
+        assert score.score_s == pytest.approx(seconds + score.replies_s + score.evict_s)
+        assert min(score.load_s, score.prefill_s, score.replies_s, score.evict_s) >= 0
