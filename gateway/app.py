@@ -50,6 +50,7 @@ from gateway.routing.policies import POLICIES
 from gateway.sent_prompts import SentPrompts
 from gateway.shared_load import EngineLoad, EngineLoads
 from gateway.stored_responses import StoredResponses
+from gateway.trace_recorder import TraceRecorder
 from gateway.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,9 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
-        policy = POLICIES[config.routing.policy]()
+        policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock)
         dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
-        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
+        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
@@ -117,7 +118,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer, recorder)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -246,6 +247,10 @@ def _tell(
     probe.see(table)
     sent.keep(table)
     watch.see(table)
+
+
+def _recorder(config: GatewayConfig, clock: Callable[[], float]) -> TraceRecorder:
+    return TraceRecorder(config.trace.file, config.trace.mb * 2**20, clock)
 
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:

@@ -11,15 +11,17 @@ from gateway.events import EVENT_ENDS, LAST_EVENTS, is_done, last_event_name
 
 TAIL_BYTES_MAX = 8192
 USAGE_FIELD = b'"usage":'
+OUTPUT_FIELDS = ("completion_tokens", "output_tokens")
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts an engine reported; `cached_tokens` is `None` where it doesn't say."""
+    """Token counts an engine reported; `None` where it doesn't say."""
 
     prompt_tokens: int
     cached_tokens: int | None
+    output_tokens: int | None = None
 
 
 class StreamTail:
@@ -73,7 +75,7 @@ def _usage_at(tail: bytes, start: int) -> Usage | None:
 
 
 def _counts(usage: Any) -> Usage | None:
-    """The prompt's tokens and the cached ones, as the APIs name them.
+    """The prompt's tokens, the cached ones and the answer's, as the APIs name them.
 
     OpenAI: `prompt_tokens`; responses: `input_tokens`, and in vLLM those of each turn of an answer that called tools,
     of which the first is what was asked. Messages: `input_tokens` are those that were neither read from a cache nor
@@ -86,15 +88,16 @@ def _counts(usage: Any) -> Usage | None:
         prompt, details = usage.get("input_tokens"), usage.get("input_tokens_details")
     if not _is_count(prompt):
         return None
+    output = next((each for name in OUTPUT_FIELDS if _is_count(each := usage.get(name))), None)
     if isinstance(details, Mapping):
         turns = details.get("input_tokens_per_turn")
         if isinstance(turns, list) and len(turns) > 1:
-            return Usage(turns[0], None) if _is_count(turns[0]) else None
+            return Usage(turns[0], None, output) if _is_count(turns[0]) else None
         cached = details.get("cached_tokens")
-        return Usage(prompt, cached if _is_count(cached) else None)
+        return Usage(prompt, cached if _is_count(cached) else None, output)
     read, written = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
     total = prompt + sum(each for each in (read, written) if _is_count(each))
-    return Usage(total, read if _is_count(read) else None)
+    return Usage(total, read if _is_count(read) else None, output)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

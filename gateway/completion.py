@@ -20,6 +20,7 @@ from gateway.preparation import Incoming, Preparation, Prepared
 from gateway.response_homes import ResponseHomes
 from gateway.routing.query import RoutingDecision, Score
 from gateway.sink import Sink
+from gateway.trace_recorder import TraceRecorder
 from gateway.upstream import Answer, EngineFailed, WholeAnswer
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,12 @@ class Completion:
         sender: IdsSender,
         parity: Parity,
         homes: ResponseHomes,
+        recorder: TraceRecorder,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
-        self._sender, self._parity, self._homes = sender, parity, homes
+        self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
         self._metrics, self._clock = metrics, clock
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
@@ -153,6 +155,7 @@ class Completion:
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
                 dispatch.note_usage(usage)
+                self._recorder.note(incoming.arrived_at, prepared, view, usage)
                 watched.note(usage, body, answer.has_ids)
         except EngineFailed as failure:
             if failure.is_connection:

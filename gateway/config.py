@@ -219,6 +219,15 @@ def _is_url(url: str) -> bool:
     return bool(parts.hostname) and port != 0 and not any(character.isspace() for character in url)
 
 
+class TraceConfig(Section):
+    """A record of requests for `warmroute replay`: times, lengths and which prompts began alike, without any text."""
+
+    file: Path | None = Field(
+        None, description="Where to record; one that is there is kept as `<name>.1`. Nothing if left out."
+    )
+    mb: int = Field(256, ge=1, le=65_536, description="Megabytes (MiB) at which the record ends.")
+
+
 class ModelConfig(Section):
     """A model that isn't in the table of hardware; all of this is in its `config.json`, but for the counts."""
 
@@ -279,6 +288,7 @@ class GatewayConfig(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     encoding: EncodingConfig = EncodingConfig()
     routing: RoutingConfig = RoutingConfig()
+    trace: TraceConfig = TraceConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
     hardware: HardwareConfig = HardwareConfig()
     files_folder: Path = Field(

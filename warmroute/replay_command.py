@@ -14,7 +14,7 @@ from warmroute.replay.hardware import FleetPlan, Imperfection, TierBlocks, model
 from warmroute.replay.plot import Curve, PlotError, check_plot, draw
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
-from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace
+from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_trace, spread_out
 
 NODES_MAX = 4096
 GATEWAYS_MAX = 256
@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", metavar="P1,P2", help="several policies instead, a line each")
     add("--nodes", type=_whole("nodes", 1, NODES_MAX), default=4, metavar="N", help="one engine each (default 4)")
     add("--speed", type=_number("speed", above=0), default=1.0, metavar="X", help="arrivals X times as fast")
+    text = "spread arrivals over S seconds of the trace, where its clock ticks coarsely (Mooncake's: 3; default 0)"
+    add("--tick", type=_number("the tick"), default=0.0, metavar="S", help=text)
     add("--half", choices=("all", "first", "second"), default="all", help="tune on the first, report on the second")
     text = "8b or 70b (Llama 3's, on one or eight H100), or a name of the hardware table (default 8b)"
     add("--model", default="8b", metavar="NAME", help=text)
@@ -133,7 +135,7 @@ def _requests(options: argparse.Namespace) -> Sequence[TracedRequest]:
     part = {"all": requests, "first": requests[:middle], "second": requests[middle:]}[options.half]
     if not part:
         raise TraceError(f"the {options.half} half of the trace holds no request")
-    return from_zero(part, options.speed)
+    return from_zero(spread_out(part, options.tick, options.seed) if options.tick else part, options.speed)
 
 
 def _policies(options: argparse.Namespace) -> list[str]:

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import httpx
@@ -52,6 +53,7 @@ from gateway.routing.policies import POLICIES, Policy
 from gateway.sent_prompts import SentPrompts
 from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
+from gateway.trace_recorder import TraceRecorder
 from gateway.upstream import Upstream
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, IDENTITY, engine_registration, host_registration
@@ -138,6 +140,7 @@ async def gateway_for(
     agent_url: str = "http://127.0.0.1:1",
     sender: IdsSender | None = None,
     policy: Policy | None = None,
+    trace_file: Path | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -203,7 +206,10 @@ async def gateway_for(
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, sent.assumed.is_on)
         policy = policy or POLICIES[config.routing.policy]()
         dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
-        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, metrics, clock)
+        recorder = TraceRecorder(trace_file, 2**20, clock)
+        recording = asyncio.create_task(recorder.run())
+        stack.push_async_callback(_ended, recording)
+        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
@@ -217,6 +223,12 @@ async def gateway_for(
         yield TestGateway(
             url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer, completion
         )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ import pytest
 from gateway.audit import TAIL_BYTES_MAX, StreamTail, Usage, read_usage
 
 USAGES = {
-    "chat": ({"prompt_tokens": 9, "completion_tokens": 1}, Usage(9, None)),
+    "chat": ({"prompt_tokens": 9, "completion_tokens": 1}, Usage(9, None, 1)),
     "cached": ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, Usage(9, 4)),
     "no details": ({"prompt_tokens": 9, "prompt_tokens_details": None}, Usage(9, None)),
     "responses": ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, Usage(9, 4)),
@@ -14,12 +14,12 @@ USAGES = {
         {"input_tokens": 70, "input_tokens_details": {"cached_tokens": 4, "input_tokens_per_turn": [9, 61]}},
         Usage(9, None),
     ),
-    "messages": ({"input_tokens": 3, "output_tokens": 1, "cache_read_input_tokens": 6}, Usage(9, 6)),
+    "messages": ({"input_tokens": 3, "output_tokens": 1, "cache_read_input_tokens": 6}, Usage(9, 6, 1)),
     "messages that were written to the cache": (
         {"input_tokens": 1, "cache_read_input_tokens": 6, "cache_creation_input_tokens": 2},
         Usage(9, 6),
     ),
-    "messages without a cache": ({"input_tokens": 9, "output_tokens": 1}, Usage(9, None)),
+    "messages without a cache": ({"input_tokens": 9, "output_tokens": 1}, Usage(9, None, 1)),
     "a truth value": ({"prompt_tokens": True}, None),
     "a negative": ({"prompt_tokens": -1}, None),
     "a text": ({"prompt_tokens": "9"}, None),

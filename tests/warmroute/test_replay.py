@@ -16,7 +16,7 @@ from warmroute.replay.engine_model import EngineModel, Job
 from warmroute.replay.hardware import FleetPlan, Imperfection, Model, TierBlocks
 from warmroute.replay.report import report
 from warmroute.replay.simulation import replay
-from warmroute.replay.trace import TracedRequest, TraceError, block_key, from_zero, read_trace
+from warmroute.replay.trace import TracedRequest, TraceError, block_key, from_zero, read_trace, spread_out
 from warmroute.replay.world import Outcome
 
 SECOND_A_BLOCK = Model(ModelShape(0.5, 0, 1, 25e9 / 2048), flops=512.0, step_s=0.5)  # type: ignore[arg-type]
@@ -181,6 +181,14 @@ def test_a_line_that_is_no_request_is_named(line: str, says: str) -> None:
 def test_speed_shortens_the_times_between_arrivals() -> None:
     late = [asked(100.0, 9, 1, 0), asked(104.0, 9, 1, 0)]
     assert [each.arrival_s for each in from_zero(late, 8.0)] == [0.0, 0.5]
+
+
+def test_arrivals_of_one_tick_are_spread_over_it() -> None:
+    together = [asked(3.0, 9, 1, 0)] * 50 + [asked(6.0, 9, 1, 0)] * 50
+    moments = [each.arrival_s for each in spread_out(together, 3.0)]
+    assert moments == sorted(moments)
+    assert [sum(start <= each < start + 3 for each in moments) for start in (3, 6)] == [50, 50]
+    assert len(set(moments)) == 100
 
 
 def test_the_command_compares_policies_and_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Mem
 from directory.placements import NO_MATCH, PrefixMatch
 from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.rates import ObservedRates, PrefillWork, Sending
-from gateway.routing.overlay import LIFETIME_S, Overlay
+from gateway.routing.overlay import LIFETIME_S, Expectation, Overlay
 from gateway.routing.policies import POLICIES
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
 from gateway.shared_load import EngineLoads, published
@@ -30,6 +30,17 @@ class Report:
         return Member(self.incarnation, registration, load, TERM_S - (now - self.at))
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a gateway remembers of an open request."""
+
+    engine: str
+    booking: Booking
+    expectation: Expectation
+    sending: Sending
+    matched_tokens: int
+
+
 class GatewayModel:
     """Routes requests among the engines it is told of, by its own load and what other gateways report of theirs."""
 
@@ -39,7 +50,6 @@ class GatewayModel:
         self._loads = EngineLoads(self._ledger, clock)
         self._loads.disregard(incarnation)
         self._rates = ObservedRates(clock)
-        self._sent: dict[Booking, tuple[Sending, int]] = {}
 
     def decide(
         self,
@@ -53,10 +63,11 @@ class GatewayModel:
         candidates = tuple(self._candidate(engine, keys, matches.get(engine, NO_MATCH), peers) for engine in engines)
         return self._policy.route(RoutingQuery(request.prompt_tokens, affinity(request), candidates, keys=keys))
 
-    def send_off(self, request: TracedRequest, decision: RoutingDecision, service_error: float) -> Booking:
+    def send_off(self, request: TracedRequest, decision: RoutingDecision, service_error: float) -> Sent:
         """Book a request on the first of the ranking, whose service is misjudged by this factor."""
-        score = decision.ranked[0]
-        self._overlay.expect(score.engine, request.keys, self._clock() + score.expected_ttft_s + LIFETIME_S)
+        score, now = decision.ranked[0], self._clock()
+        until = now + score.expected_ttft_s + LIFETIME_S
+        expectation = self._overlay.expect(score.engine, request.keys, until, now)
         sending = self._rates.sent(
             score.engine,
             PrefillWork(
@@ -75,21 +86,20 @@ class GatewayModel:
             prompt_tokens=request.prompt_tokens,
             ahead_s=self._loads.ahead_s(score.engine),
         )
-        self._sent[booking] = sending, score.matched_tokens
-        return booking
+        return Sent(score.engine, booking, expectation, sending, score.matched_tokens)
 
-    def first_byte(self, booking: Booking) -> None:
+    def first_byte(self, sent: Sent) -> None:
         """The first token of a request has come."""
-        self._ledger.first_byte(booking)
-        self._rates.first_token(self._sent[booking][0])
+        self._ledger.first_byte(sent.booking)
+        self._overlay.settle(sent.expectation, self._clock() + LIFETIME_S)
+        self._rates.first_token(sent.sending)
 
-    def release(self, booking: Booking, cached_tokens: int) -> None:
+    def release(self, sent: Sent, cached_tokens: int) -> None:
         """A request is over, of whose prompt so many tokens were cached."""
-        self._ledger.release(booking)
-        sending, matched_tokens = self._sent.pop(booking)
-        if cached_tokens != matched_tokens:
-            self._rates.mistaken(sending)
-        self._rates.ended(sending)
+        self._ledger.release(sent.booking)
+        if cached_tokens != sent.matched_tokens:
+            self._rates.mistaken(sent.sending)
+        self._rates.ended(sent.sending)
 
     @property
     def is_idle(self) -> bool:
@@ -108,7 +118,7 @@ class GatewayModel:
         self, engine: str, keys: Sequence[bytes], match: PrefixMatch, peers: Mapping[str, PeerExtension]
     ) -> Candidate:
         load = self._loads.of(engine)
-        match = self._overlay.extend(engine, match, keys, self._clock())
+        announced, match = match, self._overlay.extend(engine, match, keys, self._clock())
         peer, registered = peers.get(engine), self._plan.model.rates
         candidate = Candidate(
             engine=engine,
@@ -123,6 +133,7 @@ class GatewayModel:
             active_tokens=load.active_tokens,
             kv_tokens_max=self._plan.blocks.gpu * BLOCK_TOKENS,
             use=load.recent_s / RECENT_S,
+            expected_chunks=match.chunks - announced.chunks,
         )
         return replace(candidate, peer=peer) if peer is not None and peer.chunks > match.chunks else candidate
 

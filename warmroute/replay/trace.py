@@ -7,6 +7,7 @@ the start), `input_length` and `output_length` (tokens) and `hash_ids`, the ids 
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,16 @@ def from_zero(requests: Sequence[TracedRequest], speed: float) -> list[TracedReq
     """The same requests, the first at 0, `speed` times as fast."""
     start = requests[0].arrival_s
     return [replace(each, arrival_s=(each.arrival_s - start) / speed) for each in requests]
+
+
+def spread_out(requests: Sequence[TracedRequest], tick_s: float, seed: int = 0) -> list[TracedRequest]:
+    """The same requests, each up to `tick_s` later: for traces whose clock ticks coarsely.
+
+    Those of Mooncake tick every 3 s, so ten requests seem to arrive in one instant; no gateway can hear of another's.
+    """
+    drawn = random.Random(seed)
+    moved = [replace(each, arrival_s=each.arrival_s + drawn.uniform(0, tick_s)) for each in requests]
+    return sorted(moved, key=lambda each: each.arrival_s)
 
 
 def block_key(block_id: int) -> bytes:

@@ -16,11 +16,10 @@ from functools import partial
 
 from directory.members import INCARNATION_BYTES
 from directory.memory import MemoryDirectory
-from gateway.ledger import Booking
 from gateway.routing.query import PeerExtension, RoutingDecision
 from warmroute.replay.announcer import Announcer
 from warmroute.replay.engine_model import EngineModel, Happened, Job
-from warmroute.replay.gateway_model import GatewayModel, Report
+from warmroute.replay.gateway_model import GatewayModel, Report, Sent
 from warmroute.replay.hardware import FleetPlan
 from warmroute.replay.node_tiers import TierChanges
 from warmroute.replay.peer_network import PeerNetwork
@@ -60,7 +59,7 @@ class World:
         self._due: set[tuple[str, GatewayModel]] = set()
         self._announcer = Announcer(MemoryDirectory(self.clock), list(self._numbers))
         self._peers = PeerNetwork(plan)
-        self._sent: dict[int, tuple[GatewayModel, Booking]] = {}
+        self._sent: dict[int, tuple[GatewayModel, Sent]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._versions = [0] * plan.nodes
@@ -91,14 +90,14 @@ class World:
         extensions = self._peers.extensions(self._ready, hosts)
         decision = gateway.decide(request, self._ready, matches, extensions)
         error = math.exp(self._drawn.gauss(0, self._plan.imperfection.service_error))
-        booking = gateway.send_off(request, decision, error)
-        engine, job = self._numbers[booking.engine], Job(number, request, self.now)
+        sent = gateway.send_off(request, decision, error)
+        engine, job = self._numbers[sent.engine], Job(number, request, self.now)
         self._jobs.append(job)
         self._chosen.append(engine)
         self._spills += _is_spill(decision)
-        self._sent[number] = gateway, booking
+        self._sent[number] = gateway, sent
         self._await_turn("report", gateway)
-        self._fetch(engine, request, extensions.get(booking.engine))
+        self._fetch(engine, request, extensions.get(sent.engine))
         self._take(engine, self._engines[engine].submit(job, self.now))
         return engine
 
@@ -135,11 +134,11 @@ class World:
     def _take(self, engine: int, happened: Happened) -> None:
         """Tell the gateways and the directory what happened on an engine, and when to look at it again."""
         for job in happened.first_tokens:
-            gateway, booking = self._sent[job.number]
-            gateway.first_byte(booking)
+            gateway, sent = self._sent[job.number]
+            gateway.first_byte(sent)
         for job in happened.ends:
-            gateway, booking = self._sent.pop(job.number)
-            gateway.release(booking, job.tier_tokens.total())
+            gateway, sent = self._sent.pop(job.number)
+            gateway.release(sent, job.tier_tokens.total())
             self.at(self.now, partial(self.on_end, job))
         for moment, changes in happened.changes:
             self._announce_later(engine, changes, moment)

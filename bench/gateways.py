@@ -1,0 +1,54 @@
+"""What several gateways cost: replays traces through 1, 2, 4 and 8 of them that share their load.
+
+    python -m bench.gateways TRACE:NODES:SPEED... [--json]
+
+A trace is one in Mooncake's format, such as `conversation.jsonl:16:5`; its second half is replayed. `apart` is the
+widest difference of the token hit rates, in points.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from warmroute.replay.hardware import FleetPlan
+from warmroute.replay.report import ReplayReport, report
+from warmroute.replay.simulation import replay
+from warmroute.replay.trace import from_zero, read_trace, spread_out
+
+GATEWAYS = (1, 2, 4, 8)
+TICK_S = 3.0
+"""Of Mooncake's clock: what arrives within a tick is spread over it."""
+
+
+def replayed(trace: Path, nodes: int, speed: float, gateways: int) -> ReplayReport:
+    with trace.open(encoding="utf-8") as lines:
+        requests = read_trace(lines)
+    requests = from_zero(spread_out(requests[len(requests) // 2 :], TICK_S), speed)
+    return report("seconds", replay(requests, FleetPlan(nodes, gateways=gateways), "seconds"), slo_ttft_s=2.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("cells", nargs="+", metavar="TRACE:NODES:SPEED")
+    parser.add_argument("--json", action="store_true", help="an object a line")
+    options = parser.parse_args()
+    for cell in options.cells:
+        trace, nodes, speed = cell.rsplit(":", 2)
+        rates = []
+        for gateways in GATEWAYS:
+            figures = replayed(Path(trace), int(nodes), float(speed), gateways)
+            rates.append(figures.hit_rate["all"])
+            row = {"cell": Path(cell).name, "gateways": gateways, "hit": rates[-1], "ttft_mean_s": figures.ttft.mean}
+            row |= {"ttft_p99_s": figures.ttft.p99, "goodput_per_s": figures.goodput}
+            print(json.dumps(row) if options.json else "  ".join(f"{key} {_told(each)}" for key, each in row.items()))
+        print(f"apart {100 * (max(rates) - min(rates)):.1f}", file=sys.stderr)
+    return 0
+
+
+def _told(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
