@@ -143,7 +143,7 @@ class Dispatcher:
                 break
             pair, now = (view.agent_url, address), self._clock()
             is_due = now >= self._probed.get(pair, now - PROBE_INTERVAL_S) + PROBE_INTERVAL_S
-            if not view.agent_url or address in (view.peer_address, *view.peer_bytes_per_s) or not is_due:
+            if not view.agent_url or address in view.peer_bytes_per_s or not is_due:
                 continue
             if len(self._probed) >= PROBED_MAX:
                 self._probed.clear()
@@ -161,7 +161,7 @@ def _peer(prepared: Prepared, view: EngineView, known: KnownMatch) -> PeerExtens
         if chunks <= known.match.chunks or (found is not None and chunks < found.chunks):
             break
         bytes_per_s = view.peer_bytes_per_s.get(address)
-        if bytes_per_s is None or address == view.peer_address:
+        if bytes_per_s is None:
             continue
         if found is None or bytes_per_s > found.bytes_per_s:
             found = PeerExtension(address, chunks, bytes_per_s, PEER_FIXED_S)

@@ -6,8 +6,8 @@ while it lists its models.
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -45,12 +45,14 @@ class Target:
 class Health:
     """`ready`, or why not in plain words, and the models the engine listed when it joined.
 
-    `context_tokens` is the largest `max_model_len` that it listed for them, if it did.
+    `context_tokens` is the largest `max_model_len` that it listed for them, if it did. `adapters` are the models that
+    it listed with another one as their `parent`, and that one.
     """
 
     state: str
     models: tuple[str, ...] = ()
     context_tokens: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,13 @@ class _Listed:
     """What an engine at `url` listed."""
 
     url: str | None
-    models: tuple[str, ...]
-    context_tokens: int | None
+    models: tuple[str, ...] = ()
+    context_tokens: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def as_health(self, state: str) -> Health:
+        """How an engine is that listed this."""
+        return Health(state, self.models, self.context_tokens, self.adapters)
 
 
 class HealthCheck:
@@ -90,15 +97,15 @@ class HealthCheck:
     async def _check_one(self, target: Target) -> Health:
         async with self._slots:
             problem = await self._problem(target)
-        listed = self._listed.get(target.engine, _Listed(None, (), None))
+        listed = self._listed.get(target.engine, _Listed(None))
         if problem is None:
             self._failures[target.engine] = 0
-            return Health("ready", listed.models, listed.context_tokens)
+            return listed.as_health("ready")
         self._failures[target.engine] = self._failures.get(target.engine, 0) + 1
         if listed.url == target.url and self._failures[target.engine] < FAILURES_MAX:
-            return Health("ready", listed.models, listed.context_tokens)
+            return listed.as_health("ready")
         self._listed.pop(target.engine, None)
-        return Health(problem, listed.models, listed.context_tokens)
+        return listed.as_health(problem)
 
     async def _problem(self, target: Target) -> str | None:
         try:
@@ -121,9 +128,10 @@ class HealthCheck:
         if not listed:
             return "lists no model"
         models = target.models or tuple(listed)
-        self._listed[target.engine] = _Listed(
-            target.url, models, max((listed[model] for model in models if model in listed), default=0) or None
-        )
+        context_tokens = max((listed[model].context_tokens for model in models if model in listed), default=0)
+        parents = {model: row.parent for model, row in listed.items() if model not in target.models}
+        adapters = {model: parent for model, parent in parents.items() if parent in (target.models or listed)}
+        self._listed[target.engine] = _Listed(target.url, models, context_tokens or None, adapters)
         return None
 
     async def _get(self, target: Target, path: str) -> tuple[int, bytes]:
@@ -140,16 +148,28 @@ class HealthCheck:
             return answer.status_code, bytes(content)
 
 
-def _models(content: bytes) -> dict[str, int]:
-    """The ids listed, each with its `max_model_len` (0 without one); raises `ValueError` for what isn't JSON."""
+@dataclass(frozen=True, slots=True)
+class _ListedModel:
+    """Its `max_model_len` (0 without one) and `parent` (empty without one)."""
+
+    context_tokens: int
+    parent: str
+
+
+def _models(content: bytes) -> dict[str, _ListedModel]:
+    """What is listed, by id; raises `ValueError` for what isn't JSON."""
     data: Any = orjson.loads(content)
     rows = data.get("data") if isinstance(data, dict) else None
     rows = rows if isinstance(rows, list) else []
     return {
-        row["id"]: _context_tokens(row.get("max_model_len"))
+        row["id"]: _ListedModel(_context_tokens(row.get("max_model_len")), _text(row.get("parent")))
         for row in rows
         if isinstance(row, dict) and isinstance(row.get("id"), str)
     }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _context_tokens(value: Any) -> int:

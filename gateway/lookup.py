@@ -51,6 +51,10 @@ class NamingGroup:
     peers: ReachMatrix | None = None
     """What the hosts hold that give chunks to others, under their `peer_address`."""
 
+    def is_adapter(self, model: str) -> bool:
+        """Whether `model` is an adapter here, or may be one."""
+        return not self.is_announced or any(model in view.adapters for view in self.engines)
+
     @property
     def is_told(self) -> bool:
         """Whether the directory may know what they hold."""
@@ -180,15 +184,18 @@ class ChunkLookup:
     ) -> list[ChunkChain]:
         """`chain_chunks` of each group's own ids, with what earlier prompts had; in a thread where much is hashed.
 
-        Of an engine without an agent nobody says whether `model` is an adapter, so it counts as one.
+        An adapter's chunks have names of their own, which no agent announces; of an engine without an agent nobody may
+        say whether `model` is an adapter, so it counts as one.
         """
-        unannounced = replace(scope, lora=hashlib.sha256(model.encode()).digest())
+        of_adapter = replace(scope, lora=hashlib.sha256(model.encode()).digest())
 
         def chains() -> list[ChunkChain]:
             return [
                 chain
                 for group, tokens in named
-                for chain in chain_chunks([group], tokens, scope if group.is_announced else unannounced, self._known)
+                for chain in chain_chunks(
+                    [group], tokens, of_adapter if group.is_adapter(model) else scope, self._known
+                )
             ]
 
         pages = sum(len(tokens) // (4 * (group.page_tokens or group.chunk_tokens)) for group, tokens in named)

@@ -206,7 +206,7 @@ class OpenAiApi:
                 "created": 0,
                 "owned_by": "warmroute",
                 "root": view.registration.identity.model_id if view.registration else model,
-                "parent": None,
+                "parent": view.adapters.get(model),
                 "max_model_len": view.registration.context_tokens if view.registration else None,
             }
             for model, view in sorted(self._fleet.table.models().items())

@@ -28,6 +28,7 @@ class MockEngine:
         self.show_stored: Behaviour | None = None
         self.is_well = True
         self.models = [MODEL]
+        self.adapters: dict[str, str] = {}
         self.gone = asyncio.Event()
         self.connections: set[int] = set()
         self._runner: web.AppRunner | None = None
@@ -73,7 +74,8 @@ class MockEngine:
         return web.Response(status=200 if self.is_well else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": model} for model in self.models]})
+        adapters = [{"id": model, "parent": parent} for model, parent in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [{"id": model} for model in self.models] + adapters})
 
 
 def prompt_tokens(fields: dict[str, Any]) -> int:

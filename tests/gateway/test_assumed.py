@@ -11,10 +11,16 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from directory.placements import PrefixMatch, Reach
+from directory.tiers import Tier
+from gateway.audit import Usage
 from gateway.config import EngineConfig, RoutingConfig
 from gateway.encoding.model_files import ModelFiles
+from gateway.fleet import EngineView
 from gateway.openai_schema import COMPLETIONS
 from gateway.routing.assumed import DISTRUST_S, MISSES_MAX, AssumedPlacements
+from gateway.routing.overlay import Overlay
+from gateway.sent_prompts import SentPrompts
 from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import gateway_for
 from tests.gateway.mock_engine import MockEngine
@@ -121,6 +127,40 @@ def test_changes_tell_all_that_is_held_and_it_never_exceeds_the_capacity(
             assumed.keep({engine})
         assert told == {(name, key) for name in assumed.engines() for key in assumed.held(name)}
         assert len(assumed.held(engine)) <= capacity
+
+
+def of_two_gateways(tokens: int) -> tuple[SentPrompts, EngineView]:
+    """What this gateway knows of an engine with room for so many tokens, and the engine, which another uses, too."""
+    view = EngineView(
+        "a", "http://a:1", (MODEL,), None, "", Reach("a", frozenset({b"other"}), frozenset()), None, "ready"
+    )
+    return SentPrompts(Overlay(), AssumedPlacements(100.0), lambda: 1.0, 0.0, {"a": tokens}), view
+
+
+def send(sent: SentPrompts, view: EngineView, told_chunks: int, cached_tokens: int | None) -> int:
+    """Send a prompt of ten chunks, of which others say that so many are held; how many were counted on."""
+    known = sent.match(view, PrefixMatch((Tier.GPU,) * told_chunks), KEYS)
+    prompt = sent.send(view, KEYS, known, 0.0)
+    prompt.first_byte(is_computed=True)
+    prompt.note_usage(Usage(10 * CHUNK, cached_tokens))
+    prompt.release()
+    return known.match.chunks
+
+
+def test_gateways_share_an_engines_room() -> None:
+    sent, view = of_two_gateways(6 * CHUNK)
+    assert send(sent, view, 0, None) == 0
+    assert sent.assumed.held("a") == (KEYS[2], KEYS[1], KEYS[0])
+
+
+def test_other_gateways_are_not_believed_of_an_engine_that_never_has_anything_cached() -> None:
+    sent, view = of_two_gateways(6 * CHUNK)
+    for _ in range(MISSES_MAX):
+        assert send(sent, view, 4, 0) == 4
+    assert send(sent, view, 4, 0) == 0
+    trusting, view = of_two_gateways(6 * CHUNK)
+    for _ in range(2 * MISSES_MAX):
+        assert send(trusting, view, 4, None) == 4, "an engine that reports nothing of its cache says nothing of it"
 
 
 class Engines:

@@ -99,11 +99,11 @@ async def test_what_comes_and_goes_is_told_over_all_partitions() -> None:
 async def test_a_life_is_renewed_and_begun_anew_before_it_is_forgotten() -> None:
     stand = Stand()
     stand.compute(*KEYS[:5])
-    first = None
     while stand.now < 900.0:
         await stand.publisher.tell()
-        first = first or frozenset(stand.publisher.own_lives)
         assert await stand.believed() == set(KEYS[:5])
+        found = await stand.directory.lookup(KEYS[:5], 1.0)
+        assert {len(unpack_holders(record or b"")) for record in found.records} == {1}, "the life before is replaced"
         assert await stand.lives() == 1
         stand.now += 2.0
     assert len(stand.publisher.own_lives) == 3
@@ -212,8 +212,10 @@ async def test_gateways_share_what_they_assume() -> None:
                 await one.assumer.tell()
                 await other.fleet.refresh()
                 assert await served(client, other, document + "!") == (home, held, "prefix")
-            assert one.fleet.table.engines["a"].reach.own == frozenset(), "what it assumes itself it needn't ask for"
-            assert one.loads.gateways == (), "lives that assume report no load"
+            await one.fleet.refresh()
+            assert other.fleet.table.engines[home].reach.own
+            assert one.fleet.table.engines[home].reach.own == frozenset(), "what it assumes itself it needn't ask for"
+            assert other.loads.gateways == (), "lives that assume report no load"
 
 
 async def test_a_gateway_that_is_gone_is_not_believed() -> None:
