@@ -16,7 +16,7 @@ service is over.
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SERVICE_S_MAX = 3600.0
 """A prediction counts for so much at most: no answer is waited for as long, and sums of seconds stay exact enough."""
@@ -62,15 +62,12 @@ class Account:
     queued_tokens: int
     active_tokens: int
 
-    def wait_s(self, now: float, free_at: float = float("-inf"), more_s: float = 0.0) -> float:
-        """Seconds of this work before a new request would start.
-
-        The engine may have shown at `free_at` that it was done with another's, and have `more_s` queued behind this.
-        """
+    def wait_s(self, now: float, free_at: float = float("-inf")) -> float:
+        """Seconds of this work before a new request would start. At `free_at` the engine was done with another's."""
         if not self.prefills:
             return 0.0
         elapsed_s = max(0.0, now - max(self.free_at, self.head_at, free_at))
-        return max(0.0, self.backlog_s + more_s - self.head_s) + abs(self.head_s - elapsed_s)
+        return max(0.0, self.backlog_s - self.head_s) + abs(self.head_s - elapsed_s)
 
 
 IDLE = Account(0.0, 0.0, float("-inf"), float("-inf"), 0, 0, 0, 0)
@@ -98,6 +95,7 @@ class Ledger:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._recent: dict[str, tuple[float, float]] = {}
+        self._freed: dict[str, float] = {}
         self.changes = 0
 
     def book(
@@ -159,12 +157,15 @@ class Ledger:
         self._note_change(queue, -1)
         if not queue.running:
             del self._queues[booking.engine]
+            if booking.engine in self._recent:  # another gateway's work may have begun then
+                self._freed[booking.engine] = queue.free_at
 
     def account(self, engine: str) -> Account:
         """All that is booked on an engine."""
         queue = self._queues.get(engine)
         if queue is None:
-            return IDLE
+            free_at = self._freed.get(engine)
+            return IDLE if free_at is None else replace(IDLE, free_at=free_at)
         _settle(queue, self._clock())
         if queue.account is None:
             head = next(iter(queue.prefills), None)
@@ -223,7 +224,9 @@ class Ledger:
         self._recent.pop(engine, None)
         self._recent[engine] = (recent_s, now)
         if len(self._recent) > RECENT_ENGINES_MAX:
-            del self._recent[next(iter(self._recent))]
+            forgotten = next(iter(self._recent))
+            del self._recent[forgotten]
+            self._freed.pop(forgotten, None)
 
 
 def _settle(queue: _Queue, now: float) -> None:

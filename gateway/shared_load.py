@@ -39,7 +39,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """The others' accounts of an engine, joined. At `seen_at` the first of their prefills was still outstanding."""
+    """The others' accounts of an engine, joined. At `seen_at` all of their prefills were still outstanding."""
 
     account: Account
     seen_at: float
@@ -137,34 +137,40 @@ def _report(account: Account, recent_s: float, now: float) -> BookedWork:
 
 
 def _joined(reports: Sequence[tuple[float, BookedWork]]) -> _Others:
-    """Several gateways' reports of one engine as one account. The first in its queue is who was booked first."""
-    waiting = [(reported_at - work.head_age_s, reported_at, work) for reported_at, work in reports if work.prefills]
-    head_at, seen_at, head = min(waiting, key=lambda each: each[0], default=(float("-inf"), float("-inf"), None))
+    """Several gateways' reports of one engine as one account.
+
+    Who of several was first in the queue can't be told from clocks, so the longest of the first ones stands for the one
+    in service, since the earliest of them could start.
+    """
+    waiting = [(reported_at, work) for reported_at, work in reports if work.prefills]
     account = Account(
         backlog_s=sum(work.backlog_s for _, work in reports),
-        head_s=head.head_s if head else 0.0,
-        head_at=head_at,
+        head_s=max((work.head_s for _, work in waiting), default=0.0),
+        head_at=min((reported_at - work.head_age_s for reported_at, work in waiting), default=float("-inf")),
         free_at=max(reported_at - work.free_age_s for reported_at, work in reports),
         prefills=sum(work.prefills for _, work in reports),
         running=sum(work.running for _, work in reports),
         queued_tokens=sum(work.queued_tokens for _, work in reports),
         active_tokens=sum(work.active_tokens for _, work in reports),
     )
+    seen_at = min((reported_at for reported_at, _ in waiting), default=float("-inf"))
     return _Others(account, seen_at, sum(work.recent_s for _, work in reports))
 
 
 def _joint_wait_s(own: Account, others: _Others, now: float) -> float:
     """The wait by both accounts: that of one queue which holds all of their prefills (see `gateway.ledger`).
 
-    An engine goes by the order of arrival. So where the first in the queue is this gateway's own, nothing behind it has
-    begun. Where it is one of theirs, what was left of their work when it was reported is done as time passes, and then
-    comes the own head's turn.
+    It is worked off since the engine last showed that it was done with one, whoever saw it. Whose turn it is isn't
+    known, so time that passes is taken for the others' work or the own head's, in any order; only when all of that must
+    be done and the own head still isn't, it is overdue. Where nothing own is outstanding, what was left of the others'
+    work when it was reported is done as time passes.
     """
     theirs = others.account
-    if not theirs.prefills or (own.prefills and own.head_at <= theirs.head_at):
-        return own.wait_s(now, theirs.free_at, theirs.backlog_s)
-    left_s = theirs.wait_s(others.seen_at, own.free_at)
-    over_s = left_s - (now - max(others.seen_at, own.free_at, theirs.free_at))
-    if not own.prefills:
-        return max(0.0, over_s)
-    return max(0.0, own.backlog_s - own.head_s) + abs(own.head_s + over_s)
+    if not theirs.prefills:
+        return own.wait_s(now, theirs.free_at)
+    free_at = max(own.free_at, theirs.free_at)
+    if own.prefills:
+        elapsed_s = max(0.0, now - max(free_at, min(own.head_at, theirs.head_at)))
+        return max(0.0, own.backlog_s - own.head_s) + abs(theirs.backlog_s + own.head_s - elapsed_s)
+    left_s = theirs.wait_s(others.seen_at, free_at)
+    return max(0.0, left_s - max(0.0, now - max(others.seen_at, free_at)))
