@@ -25,10 +25,11 @@ from gateway.routing.policies import POLICIES
 from warmroute.replay.hardware import MODELS, FleetPlan
 from warmroute.replay.report import ReplayReport, report
 from warmroute.replay.simulation import replay
-from warmroute.replay.trace import TracedRequest, from_zero, read_trace
+from warmroute.replay.trace import TracedRequest, from_zero, read_trace, spread_out
 from warmroute.replay.world import Outcome
 
-TRACES = ("conversation", "synthetic")
+TICKS_S = {"conversation": 3.0, "synthetic": 0.0}
+"""Of each trace's clock: what arrives within a tick is spread over it."""
 NODES = (4, 16)
 LOADS = {"light": 0.5, "busy": 0.85, "over": 1.1}
 COMPARED = ("seconds", "product", "blocks", "weighted", "sticky")
@@ -133,11 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     policies = tuple(dict.fromkeys(("seconds", *options.policies.split(","))))
     misses: list[str] = []
-    for trace in TRACES:
+    for trace, tick_s in TICKS_S.items():
         with (options.traces / f"{trace}.jsonl").open(encoding="utf-8") as lines:
             requests = read_trace(lines)
         middle = len(requests) // 2
-        half = requests[:middle] if options.half == "first" else requests[middle:]
+        half = spread_out(requests[:middle] if options.half == "first" else requests[middle:], tick_s, options.seed)
         for nodes in NODES[:1] if options.quick else NODES:
             plan = FleetPlan(nodes, MODELS[options.model], prefill_chunk_tokens=options.prefill_chunk)
             full = capacity(half, plan, options.seed)
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.replay", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("traces", type=Path, help="a folder with " + " and ".join(f"{name}.jsonl" for name in TRACES))
+    parser.add_argument("traces", type=Path, help="a folder with " + " and ".join(f"{name}.jsonl" for name in TICKS_S))
     parser.add_argument("--quick", action="store_true", help="fleets of 4 nodes only")
     parser.add_argument("--half", choices=("first", "second"), default="second")
     parser.add_argument("--policies", default=",".join(COMPARED), help=f"of {', '.join(POLICIES)}")

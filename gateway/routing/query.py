@@ -72,8 +72,8 @@ class Score:
     """A candidate with each term of its score, in seconds; the lowest `score_s` is served first.
 
     `price` is what a second of its time was counted as, `replies_s` what open requests' replies add, and `evict_s` what
-    its GPU can't hold. Of `matched_tokens`, the last `peer_tokens` come from the agent at `peer`; they count as `dram`.
-    Of those before them, the last `expected_tokens` aren't there yet.
+    its GPU can't hold. Of `matched_tokens`, the last `peer_tokens` come from the agent at `peer`; they count as `dram`. The
+    last `expected_tokens` of its own match that are counted aren't there yet.
     """
 
     engine: str
@@ -84,11 +84,11 @@ class Score:
     matched_tokens: int
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     price: float = 1.0
-    expected_tokens: int = 0
     replies_s: float = 0.0
     evict_s: float = 0.0
     peer: str = ""
     peer_tokens: int = 0
+    expected_tokens: int = 0
 
     @property
     def service_s(self) -> float:

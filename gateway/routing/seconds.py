@@ -91,12 +91,12 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
             if (count := service.hit.tiers[: cut.chunks].count(tier))
         },
         price=second_s,
-        expected_tokens=max(0, cut.chunks - fetched + candidate.expected_chunks - candidate.match.chunks)
-        * candidate.chunk_tokens,
         replies_s=replies,
         evict_s=evict,
         peer=candidate.peer.address if candidate.peer and fetched else "",
         peer_tokens=fetched * candidate.chunk_tokens,
+        expected_tokens=max(0, min(cut.chunks - candidate.match.chunks, 0) + candidate.expected_chunks)
+        * candidate.chunk_tokens,
     )
 
 
