@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from directory.tiers import Tier
 from gateway.audit import StreamTail
-from gateway.config import EngineConfig
+from gateway.config import EngineConfig, RoutingConfig
 from gateway.context_guard import refuse_too_long
 from gateway.encoding.encode_pool import EncodePool
 from gateway.encoding.encoder import Encoder, build_renderer, unencoded
@@ -121,7 +121,7 @@ async def test_a_failure_before_the_first_byte_is_retried_at_every_endpoint(
     client: httpx.AsyncClient, endpoint: str
 ) -> None:
     async with MockEngine("a", mock.answer_status(503)) as bad, MockEngine("b", answer_in_shape) as good:
-        async with gateway_for([bad, good]) as gateway:
+        async with gateway_for([bad, good], routing=RoutingConfig(on_its_way_s=0)) as gateway:
             for number in range(6):
                 fields = {"prompt_cache_key": str(number), "stream": endpoint in STREAMED and number % 2 == 1}
                 answer = await client.post(gateway.url + endpoint, json=body(endpoint, **fields))
