@@ -72,8 +72,8 @@ class Score:
     """A candidate with each term of its score, in seconds; the lowest `score_s` is served first.
 
     `price` is what a second of its time was counted as, `replies_s` what open requests' replies add, and `evict_s` what
-    its GPU can't hold. Of `matched_tokens`, the last `peer_tokens` come from the agent at `peer`; they count as `dram`.
-    The last `expected_tokens` of its own match that are counted aren't there yet.
+    its GPU can't hold. Of `matched_tokens`, the last `peer_tokens` come from the agent at `peer` and count as `dram`;
+    the last `expected_tokens` before those aren't there yet.
     """
 
     engine: str

@@ -28,9 +28,8 @@ from gateway.routing.query import Candidate, RoutingQuery, Score
 PRICE_MAX = 16.0
 USE_WEIGHT = 2.0
 """From replays of both traces: 1 is better than 0, 2 better than 1, 4 no better than 2."""
-REPLY_SHARE = 0.02
-"""A running reply slows a prefill by about 1% (`warmroute.replay.hardware`); twice that stands for the replies to come.
-From replays of both traces: 0.01 and 0.04 are worse than 0.02, 0 is worst."""
+REPLY_SHARE = 0.01
+"""By how much a running reply slows a prefill, about (`warmroute.replay.hardware`). What is queued will reply, too."""
 UNKNOWN_DOUBT = 0.5
 """The share of an unknown chunk's recomputation that is charged: its partition didn't answer."""
 NEUTRAL_FLOPS = 1e12
