@@ -236,7 +236,8 @@ def test_replies_that_run_on_an_engine_send_the_next_prompt_elsewhere() -> None:
     # Ten long replies are decoded on one engine, whose prefix brings them there; nothing is prefilled any more.
     long_replies = [prompt(10 + number, PREFIX, 0, number, 2000) for number in range(10)]
     outcome = serve(
-        fleet(2), [prompt(0, PREFIX, 0, 99), *long_replies, *(prompt(25 + n, (), 8, 200 + n) for n in range(8))]
+        fleet(2, imperfection=EXACT),
+        [prompt(0, PREFIX, 0, 99), *long_replies, *(prompt(25 + n, (), 8, 200 + n) for n in range(8))],
     )
     busy = outcome.engines[0]
     assert set(outcome.engines[1:11]) == {busy}
