@@ -496,10 +496,11 @@ async def test_a_route_is_explained_without_being_taken(client: httpx.AsyncClien
             refused = await admin.post("/route/explain", json={"model": MODEL, "messages": []})
         assert (answer["engine"], answer["reason"], answer["encoding"]) == ("b", "prefix", "exact")
         assert [row["engine"] for row in answer["candidates"]] == ["b", "a"]
-        first = answer["candidates"][0]
-        terms = first["wait_seconds"] + answer["price"] * (first["load_seconds"] + first["prefill_seconds"])
-        assert first["score_seconds"] == pytest.approx(terms)
-        assert first["tier_tokens"] == {"dram": len(text) // 4 * 4}
+        for row in answer["candidates"]:
+            terms = row["wait_seconds"] + row["price"] * (row["load_seconds"] + row["prefill_seconds"])
+            assert row["score_seconds"] == pytest.approx(terms + row["replies_seconds"] + row["evict_seconds"])
+            assert (row["peer"], row["peer_tokens"]) == (None, 0)
+        assert answer["candidates"][0]["tier_tokens"] == {"dram": len(text) // 4 * 4}
         held = await gateway.directory.lookup([bytes.fromhex(key) for key in answer["directory_keys"]], 1.0)
         assert sum(map(bool, held.records)) == len(text) // 4
         assert chat["reason"] == "load"
