@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError, IdentityRefused
@@ -32,8 +33,8 @@ DECODED_MAX = 32_768
 """Registrations kept decoded: a thousand hosts with engines and walks; decoding them would be 7% of a core."""
 
 TEXT_CHARS_MAX = 4096
-NUMBER_MAX = 10**19
-"""Bounds on what a row of the table may say."""
+NUMBER_MAX, NUMBER_MIN = 10**19, 1e-6
+"""Bounds on what a row of the table may say; what divides is at least `NUMBER_MIN`, or quotients would be infinite."""
 PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
@@ -235,6 +236,7 @@ def _decoded_registration(data: bytes) -> Registration:
         role = row.pop("role")
         if role == "host":
             _require_text(row, "host", "agent_url")
+            _require_port(row["agent_url"])
             if row.get("peer_address") is not None:
                 _text(row["peer_address"], "peer_address", PEER_ADDRESS_CHARS_MAX)
             return HostRegistration(**_known_fields(HostRegistration, row))
@@ -301,9 +303,10 @@ def decode_load(data: bytes) -> Load:
 
 def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
     _require_text(row, "engine", "host", "url")
+    _require_port(row["url"])
     row["identity"] = Identity(**_known_fields(Identity, row["identity"]))
     row["shape"] = ModelShape(
-        **{name: _number(value, above=0) for name, value in _known_fields(ModelShape, row["shape"]).items()}
+        **{name: _number(value, NUMBER_MIN) for name, value in _known_fields(ModelShape, row["shape"]).items()}
     )
     if not isinstance(row["models"], list):
         raise TypeError("models must be a list of texts")
@@ -319,12 +322,17 @@ def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
 
 
 def _decode_rates(row: Mapping[str, Any]) -> Rates:
-    return Rates(_number(row["flops"], above=0), _tiers(row["bytes_per_s"], above=0), _tiers(row["fixed_s"]))
+    return Rates(_number(row["flops"], NUMBER_MIN), _tiers(row["bytes_per_s"], NUMBER_MIN), _tiers(row["fixed_s"]))
 
 
 def _require_text(row: Mapping[str, Any], *names: str) -> None:
     for name in names:
         _text(row[name], name)
+
+
+def _require_port(url: str) -> None:
+    """Raises `ValueError` for a port that there can't be: whoever connects to it would meet no `OSError`."""
+    urlsplit(url).port  # noqa: B018
 
 
 def _text(value: Any, name: str, chars_max: int = TEXT_CHARS_MAX) -> str:
@@ -338,17 +346,17 @@ def _text(value: Any, name: str, chars_max: int = TEXT_CHARS_MAX) -> str:
 
 def _whole(value: Any, name: str) -> int:
     """`value` as a positive whole number; 256.0 is one, as some languages write it."""
-    number = _number(value, above=0)
+    number = _number(value, NUMBER_MIN)
     if number != int(number):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     return int(number)
 
 
-def _number(value: Any, above: float | None = None) -> Any:
-    """`value`, if it is a number from 0 (or above `above`) to `NUMBER_MAX`: routing divides by what others report."""
+def _number(value: Any, at_least: float = 0) -> Any:
+    """`value`, if it is a number from `at_least` to `NUMBER_MAX`: routing divides by what others report."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"not a number: {value!r}")
-    if not 0 <= value <= NUMBER_MAX or (above is not None and value <= above):
+    if not at_least <= value <= NUMBER_MAX:
         raise ValueError(f"out of range: {value:.3g}" if isinstance(value, float) else "out of range")
     return value
 
@@ -357,14 +365,14 @@ def _known_fields(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in kind.__dataclass_fields__}
 
 
-def _tiers(row: Mapping[str, Any], above: float | None = None) -> dict[Tier, Any]:
-    return {Tier(int(bit)): _number(value, above) for bit, value in row.items()}
+def _tiers(row: Mapping[str, Any], at_least: float = 0) -> dict[Tier, Any]:
+    return {Tier(int(bit)): _number(value, at_least) for bit, value in row.items()}
 
 
 def _peers(row: Mapping[str, Any]) -> dict[str, float]:
     if len(row) > PEERS_REPORTED_MAX:
         raise ValueError(f"more than {PEERS_REPORTED_MAX} peers")
-    return {_text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, above=0) for address, value in row.items()}
+    return {_text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, NUMBER_MIN) for address, value in row.items()}
 
 
 def _packed(work: BookedWork) -> list[float]:

@@ -127,6 +127,9 @@ def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> No
         {"shape": {"parameters": float("inf"), "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
         {"engine": "a\ud800"},
         {"url": "http://a\r\nx-more: b"},
+        {"url": "http://10.0.0.1:99999"},
+        {"url": "http://10.0.0.1:-1"},
+        {"shape": {"parameters": 8e9, "layers": 1, "d_model": 1, "kv_bytes_per_token": 1e-310}},
         {"host": "\x1b[31m"},
         {"models": ["\ud800"]},
         {"models": ["x" * (TEXT_CHARS_MAX + 1)]},
@@ -161,11 +164,13 @@ def test_an_engine_without_a_field_it_needs_is_unreadable(field: str) -> None:
     [
         {"flops": 0},
         {"flops": -1},
+        {"flops": 1e-310},
         {"flops": "fast"},
         {"flops": True},
         {"flops": float("nan")},
         {"flops": 10**400},
         {"bytes_per_s": {"2": 0}},
+        {"bytes_per_s": {"2": 1e-310}},
         {"bytes_per_s": {"dram": 1}},
         {"fixed_s": {"2": -1}},
         {"fixed_s": None},
@@ -186,6 +191,7 @@ def test_a_rate_that_routing_could_not_divide_by_is_unreadable(rates: dict[str, 
         ["a:1"],
         7,
         {"a:1": 0},
+        {"a:1": 1e-310},
         {"a:1": -1},
         {"a:1": "fast"},
         {"a:1": True},
@@ -272,6 +278,13 @@ def test_every_member_has_a_role_a_name_and_a_place(
 @pytest.mark.parametrize("address", [7, [], "a:1\r\nx: y", "a" * (PEER_ADDRESS_CHARS_MAX + 1)], ids=repr)
 def test_a_host_whose_peer_address_cannot_be_right_is_unreadable(address: object) -> None:
     row = json.loads(encode_registration(HOST)) | {"peer_address": address}
+    with pytest.raises(UnreadableMember):
+        decode_registration(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "x"])
+def test_a_host_whose_agent_has_a_port_that_there_cannot_be_is_unreadable(port: str) -> None:
+    row = json.loads(encode_registration(HOST)) | {"agent_url": f"http://10.0.0.1:{port}"}
     with pytest.raises(UnreadableMember):
         decode_registration(json.dumps(row).encode())
 
