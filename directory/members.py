@@ -372,7 +372,9 @@ def _tiers(row: Mapping[str, Any], at_least: float = 0) -> dict[Tier, Any]:
 def _peers(row: Mapping[str, Any]) -> dict[str, float]:
     if len(row) > PEERS_REPORTED_MAX:
         raise ValueError(f"more than {PEERS_REPORTED_MAX} peers")
-    return {_text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, NUMBER_MIN) for address, value in row.items()}
+    return {
+        _text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, NUMBER_MIN) for address, value in row.items()
+    }
 
 
 def _packed(work: BookedWork) -> list[float]:

@@ -35,7 +35,7 @@ class Dispatch:
 
     def first_byte(self, is_computed: bool = True) -> None:
         """Its prefill is done, or else it was refused (not `is_computed`); repeating it changes nothing."""
-        self.ledger.first_byte(self.booking)
+        self.ledger.first_byte(self.booking, is_computed)
         self.prompt.first_byte(is_computed)
         self.prefill.first_byte(is_computed)
         self._release_wish()

@@ -118,7 +118,7 @@ class Ledger:
         self._remember(engine, service_s, now)
         starts_at = now if is_streamed else now + ahead_s
         booking = Booking(engine, service_s, new_tokens, prompt_tokens, starts_at, is_streamed)
-        queue = self._queues.setdefault(engine, _Queue())
+        queue = self._queue_of(engine)
         queue.prefills[booking] = None
         queue.backlog_s += service_s
         queue.queued_tokens += new_tokens
@@ -128,18 +128,21 @@ class Ledger:
 
     def open(self, engine: str) -> Booking:
         """A request that computes nothing there: it counts as open, and for no work."""
-        queue = self._queues.setdefault(engine, _Queue())
-        self._note_change(queue, 1)
+        self._note_change(self._queue_of(engine), 1)
         return Booking(engine, 0.0, 0, 0, self._clock(), is_streamed=True, is_prefilling=False)
 
-    def first_byte(self, booking: Booking) -> None:
-        """The prefill is done; repeating it changes nothing."""
+    def first_byte(self, booking: Booking, is_computed: bool = True) -> None:
+        """The prefill is done, or it was refused and won't be (not `is_computed`); repeating it changes nothing.
+
+        A refusal shows nothing of what the engine does for others: its server may say no while its model hangs.
+        """
         if booking.is_open and booking.is_prefilling:
             queue, now = self._queues[booking.engine], self._clock()
             _settle(queue, now)
             if booking.is_prefilling:
+                if is_computed or _is_head(queue, booking):
+                    queue.free_at = max(queue.free_at, now)
                 _end_prefill(queue, booking)
-                queue.free_at = max(queue.free_at, now)
             self._note_change(queue)
 
     def release(self, booking: Booking) -> None:
@@ -150,7 +153,7 @@ class Ledger:
         queue, now = self._queues[booking.engine], self._clock()
         _settle(queue, now)
         if booking.is_prefilling:
-            if next(iter(queue.prefills)) is booking:  # what is behind it begins now
+            if _is_head(queue, booking):  # what is behind it begins now
                 queue.free_at = max(queue.free_at, now)
             _end_prefill(queue, booking)
         queue.active_tokens -= booking.prompt_tokens
@@ -214,6 +217,11 @@ class Ledger:
         """Engines with open requests."""
         return tuple(self._queues)
 
+    def _queue_of(self, engine: str) -> _Queue:
+        if engine not in self._queues:
+            self._queues[engine] = _Queue(free_at=self._freed.get(engine, float("-inf")))
+        return self._queues[engine]
+
     def _note_change(self, queue: _Queue, opened: int = 0) -> None:
         queue.running += opened
         queue.account = None
@@ -238,6 +246,10 @@ def _settle(queue: _Queue, now: float) -> None:
             return
         _end_prefill(queue, head)
         queue.free_at, queue.account = end, None
+
+
+def _is_head(queue: _Queue, booking: Booking) -> bool:
+    return next(iter(queue.prefills)) is booking
 
 
 def _end_prefill(queue: _Queue, booking: Booking) -> None:

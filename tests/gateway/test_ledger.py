@@ -106,6 +106,29 @@ def test_an_engine_that_does_not_answer_looks_busier_every_second() -> None:
     assert waits[0] > 9.0
 
 
+def test_an_engine_that_hangs_looks_busier_every_second_though_its_server_refuses_others() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    ledger.book("a", 2.0)
+    for second in range(1, 61):
+        clock.now = float(second)
+        refused = ledger.book("a", 0.5)
+        ledger.first_byte(refused, is_computed=False)
+        ledger.release(refused)
+    assert ledger.wait_s("a") == 58.0
+
+
+def test_when_the_head_is_refused_the_next_begins_then() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    head = ledger.book("a", 9.0)
+    ledger.book("a", 2.0)
+    clock.now = 5.0
+    ledger.first_byte(head, is_computed=False)
+    clock.now = 6.0
+    assert ledger.wait_s("a") == 1.0
+
+
 def test_when_the_head_is_given_up_the_next_begins_then() -> None:
     clock = Clock()
     ledger = Ledger(clock)

@@ -69,6 +69,22 @@ def test_others_work_goes_on_between_their_reports() -> None:
         assert stand.wait_s() == pytest.approx(left_s)
 
 
+@pytest.mark.parametrize("is_known_between", [False, True], ids=["booked at once", "after a request without work"])
+def test_that_an_engine_was_free_is_remembered_when_it_has_no_own_request_for_a_while(is_known_between: bool) -> None:
+    stand = Stand()
+    first = stand.own.book("a", 4.0)
+    stand.other.book("a", 3.0)
+    stand.clock.now += 5.0
+    stand.own.first_byte(first)  # the other's begins now
+    stand.own.release(first)
+    if is_known_between:
+        stand.own.release(stand.own.open("a"))
+    stand.clock.now += 1.0
+    stand.own.book("a", 1.0)
+    stand.hear()
+    assert stand.wait_s() == pytest.approx(3.0)
+
+
 def test_the_own_head_is_late_only_when_others_work_before_it_must_be_done() -> None:
     stand = Stand()
     stand.other.book("a", 1.0)
