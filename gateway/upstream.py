@@ -1,34 +1,32 @@
 """Towards an engine: connect, send, wait for the first byte, stream. Bytes pass through untouched.
 
-aiohttp does the HTTP; its exceptions are translated here, once. A connection that the engine closed while it lay idle
-is no failure of the engine: the request is sent again on a fresh one, once, when not a byte of an answer had come.
+`upstream_http` does the HTTP; its errors are translated here, once.
 """
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Self
 
-import aiohttp
-from multidict import CIMultiDict
-from yarl import URL
-
 from gateway.config import TimeoutsConfig
+from gateway.upstream_http.errors import AnswerTimedOut, BadRequest, ConnectionBroken, ConnectTimedOut, ExchangeFailed
+from gateway.upstream_http.exchange import Exchange
+from gateway.upstream_http.http_client import HttpClient
+from gateway.upstream_http.request import Request
 
 IDLE_KEEP_S = 3.0
 """Shorter than uvicorn's five seconds, so that the engine seldom closes first."""
 WHOLE_BODY_BYTES_MAX = 8 * 2**20
 HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-OURS = frozenset({"host", "content-length", "expect", "x-warmroute-explain", "accept-encoding"})
+OURS = frozenset({b"host", b"content-length", b"expect", b"x-warmroute-explain", b"accept-encoding"})
 """Headers of a client that end here. Answers are read on their way, so none is asked for compressed."""
 STATUSES = range(200, 600)
 """What can be passed on."""
+_ENDING_HERE = HOP_BY_HOP | OURS
 _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -64,41 +62,40 @@ class EngineFailed(Exception):
 class Answer:
     """An engine's answer whose first piece has arrived. Close it, whatever happens."""
 
-    def __init__(self, response: aiohttp.ClientResponse, first: bytes, timeouts: TimeoutsConfig) -> None:
-        self._response, self._timeouts = response, timeouts
-        self.status = response.status
+    def __init__(self, exchange: Exchange, first: bytes, timeouts: TimeoutsConfig) -> None:
+        self._exchange, self._timeouts = exchange, timeouts
+        self.status = exchange.status
         self.first = first
         self.has_ids = False
         """Whether its prompt was sent as token ids: then its count of them is the gateway's own."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The end-to-end headers, in their order and case. A value with control characters is nothing HTTP can tell."""
-        named = _connection_named(self._response.headers.getall("Connection", []))
+        headers = self._exchange.headers
+        left_out = HOP_BY_HOP | _connection_named(headers)
         return [
-            (name, value)
-            for name, value in self._response.raw_headers
-            if (lower := name.decode("latin-1").lower()) not in HOP_BY_HOP
-            and lower not in named
-            and not _CONTROLS.search(value)
+            (name, value) for name, value in headers if name.lower() not in left_out and not _CONTROLS.search(value)
         ]
 
     @property
     def content_type(self) -> str:
         """The media type, without parameters."""
-        return self._response.content_type
+        for name, value in self._exchange.headers:
+            if name.lower() == b"content-type":
+                return value.partition(b";")[0].strip().lower().decode("latin-1")
+        return "application/octet-stream"
 
     @property
     def is_end_told(self) -> bool:
         """Whether HTTP says where the body ends; else it ends with the connection, whyever that ends."""
-        headers = self._response.headers
-        return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
+        return self._exchange.is_end_told
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body: the first piece, then the others as they come. Raises `EngineFailed` where it breaks."""
         piece = self.first
         while piece:
             yield piece
-            piece = await _read_piece(self._response, self._timeouts.idle_s)
+            piece = await self._read()
 
     async def read_whole(self) -> bytes | None:
         """The whole body, or `None` when it is larger than `WHOLE_BODY_BYTES_MAX` (`first` then holds what came).
@@ -106,7 +103,7 @@ class Answer:
         Raises `EngineFailed`: nothing of it was sent on yet, so the request may go elsewhere.
         """
         whole = bytearray(self.first)
-        while piece := await _read_piece(self._response, self._timeouts.idle_s):
+        while piece := await self._read():
             whole += piece
             if len(whole) > WHOLE_BODY_BYTES_MAX:
                 self.first = bytes(whole)
@@ -114,40 +111,29 @@ class Answer:
         return bytes(whole)
 
     def close(self) -> None:
-        """Give the connection back if the body was read to its end, else close it: the engine sees that at once."""
-        if self._response.content.at_eof():
-            self._response.release()
-        else:
-            self._response.close()
+        """Close the connection, unless the answer has come to its end: the engine sees that at once."""
+        self._exchange.close()
+
+    async def _read(self) -> bytes:
+        try:
+            return await self._exchange.read(self._timeouts.idle_s)
+        except ExchangeFailed as failure:
+            raise _engine_failed(failure) from failure
 
 
 class Upstream:
-    """The pool of connections to engines. Use as an async context manager."""
+    """The connections to engines. Use as an async context manager."""
 
     def __init__(self, timeouts: TimeoutsConfig) -> None:
         self._timeouts = timeouts
-        self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
+        self._client = HttpClient(timeouts.connect_s, IDLE_KEEP_S)
 
     async def __aenter__(self) -> Self:
-        pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_KEEP_S)
-        self._sessions = (self._open_session(pooled), self._open_session(aiohttp.TCPConnector(force_close=True)))
+        await self._client.__aenter__()
         return self
 
-    def _open_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_note_reuse)
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            trace_configs=[trace],
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-
     async def __aexit__(self, *_: object) -> None:
-        for session in self._sessions or ():
-            await session.close()
+        await self._client.__aexit__()
 
     async def send(
         self, url: str, headers: Headers, body: bytes, api_key: str | None = None, method: str = "POST"
@@ -159,92 +145,45 @@ class Upstream:
         if api_key is not None:
             kept = [(name, value) for name, value in headers if name.lower() not in CREDENTIALS]
             headers = [*kept, (b"authorization", b"Bearer " + api_key.encode())]
-        assert self._sessions is not None, "entered"
-        pooled, fresh = self._sessions
-        reused = SimpleNamespace(connection=False)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeouts.first_byte_s
         try:
-            return await self._send_once(pooled, method, url, headers, body, reused)
-        except EngineFailed as failure:
-            if not (failure.is_connection and reused.connection):
-                raise
-        return await self._send_once(fresh, method, url, headers, body, reused)
-
-    async def _send_once(
-        self,
-        session: aiohttp.ClientSession,
-        method: str,
-        url: str,
-        headers: Headers,
-        body: bytes,
-        reused: SimpleNamespace,
-    ) -> Answer:
-        response: aiohttp.ClientResponse | None = None
-        with _map_failures():
+            request = Request(method, url, _end_to_end(headers), body)
+            exchange = await self._client.send(request, self._timeouts.first_byte_s)
             try:
-                async with asyncio.timeout(self._timeouts.first_byte_s):
-                    response = await session.request(
-                        method,
-                        URL(url, encoded=True),
-                        data=body or None,
-                        headers=_upstream_headers(headers),
-                        allow_redirects=False,
-                        trace_request_ctx=reused,
-                    )
-                    if response.status not in STATUSES:
-                        raise EngineFailed(f"answered with status {response.status}, which HTTP doesn't have")
-                    reused.connection = False  # it has answered: what breaks now doesn't come of lying idle
-                    first = await response.content.readany()
+                if exchange.status not in STATUSES:
+                    raise EngineFailed(f"answered with status {exchange.status}, which HTTP doesn't have")
+                first = await exchange.read(deadline - loop.time())
             except BaseException:
-                if response is not None:
-                    response.close()
+                exchange.close()
                 raise
-        return Answer(response, first, self._timeouts)
+        except ExchangeFailed as failure:
+            raise _engine_failed(failure) from failure
+        return Answer(exchange, first, self._timeouts)
 
 
-async def _note_reuse(_session: object, context: SimpleNamespace, _params: object) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.connection = True
-
-
-async def _read_piece(response: aiohttp.ClientResponse, idle_s: float) -> bytes:
-    with _map_failures():
-        async with asyncio.timeout(idle_s):
-            return await response.content.readany()
-
-
-def _upstream_headers(headers: Headers) -> CIMultiDict[str]:
+def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
     """The client's end-to-end headers."""
-    named = _connection_named([value.decode("latin-1") for name, value in headers if name.lower() == b"connection"])
-    kept: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers:
-        lower = name.decode("latin-1").lower()
-        if lower not in HOP_BY_HOP and lower not in OURS and lower not in named and not lower.startswith("proxy-"):
-            kept.add(lower, _as_text(value))
-    return kept
+    left_out = _ENDING_HERE | _connection_named(headers)
+    lowered = [(name.lower(), value) for name, value in headers]
+    return [each for each in lowered if each[0] not in left_out and not each[0].startswith(b"proxy-")]
 
 
-def _as_text(value: bytes) -> str:
-    """A header's value such that its bytes go on as they came: aiohttp writes UTF-8. What isn't becomes UTF-8."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
+def _connection_named(headers: Headers) -> frozenset[bytes]:
+    """The headers that are for this connection only, because `Connection` names them."""
+    values = [value for name, value in headers if name.lower() == b"connection"]
+    return frozenset(name.strip().lower() for value in values for name in value.split(b","))
 
 
-def _connection_named(values: Sequence[str]) -> set[str]:
-    return {name.strip().lower() for value in values for name in value.split(",")}
-
-
-@contextlib.contextmanager
-def _map_failures() -> Iterator[None]:
-    """aiohttp's exceptions, and timeouts, as `EngineFailed`."""
-    try:
-        yield
-    except aiohttp.ServerTimeoutError as error:
-        raise EngineFailed("didn't accept a connection in time", is_timeout=True, is_connection=True) from error
-    except TimeoutError as error:
-        raise EngineFailed("didn't answer in time", is_timeout=True) from error
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-        raise EngineFailed(f"connection failed: {type(error).__name__}", is_connection=True) from error
-    except aiohttp.ClientError as error:
-        raise EngineFailed(f"answered what isn't HTTP: {type(error).__name__}") from error
+def _engine_failed(failure: ExchangeFailed) -> EngineFailed:
+    match failure:
+        case ConnectTimedOut():
+            return EngineFailed("didn't accept a connection in time", is_timeout=True, is_connection=True)
+        case AnswerTimedOut():
+            return EngineFailed("didn't answer in time", is_timeout=True)
+        case ConnectionBroken():
+            return EngineFailed(f"connection failed: {failure}", is_connection=True)
+        case BadRequest():
+            return EngineFailed(f"can't be sent this request: {failure}")
+        case _:
+            return EngineFailed(f"answered what isn't HTTP: {failure}")
