@@ -1,9 +1,10 @@
 """What several gateways cost: replays traces through 1, 2, 4 and 8 of them that share their load.
 
-    python -m bench.gateways TRACE:NODES:SPEED... [--json]
+    python -m bench.gateways TRACE:NODES:SPEED... [--json] [--report S] [--poll S]
 
 A trace is one in Mooncake's format, such as `conversation.jsonl:16:5`; its second half is replayed. `apart` is the
-widest difference of the token hit rates, in points.
+widest difference of the token hit rates, in points. `--report` and `--poll` are the seconds between a gateway's reports
+and between its looks at the others'.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from warmroute.replay.hardware import FleetPlan
+from warmroute.replay.hardware import FleetPlan, Imperfection
 from warmroute.replay.report import ReplayReport, report
 from warmroute.replay.simulation import replay
 from warmroute.replay.trace import from_zero, read_trace, spread_out
@@ -21,23 +22,27 @@ TICK_S = 3.0
 """Of Mooncake's clock: what arrives within a tick is spread over it."""
 
 
-def replayed(trace: Path, nodes: int, speed: float, gateways: int) -> ReplayReport:
+def replayed(trace: Path, nodes: int, speed: float, gateways: int, known: Imperfection) -> ReplayReport:
     with trace.open(encoding="utf-8") as lines:
         requests = read_trace(lines)
     requests = from_zero(spread_out(requests[len(requests) // 2 :], TICK_S), speed)
-    return report("seconds", replay(requests, FleetPlan(nodes, gateways=gateways), "seconds"), slo_ttft_s=2.0)
+    plan = FleetPlan(nodes, imperfection=known, gateways=gateways)
+    return report("seconds", replay(requests, plan, "seconds"), slo_ttft_s=2.0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cells", nargs="+", metavar="TRACE:NODES:SPEED")
     parser.add_argument("--json", action="store_true", help="an object a line")
+    parser.add_argument("--report", type=float, default=Imperfection().report_interval_s, metavar="S")
+    parser.add_argument("--poll", type=float, default=Imperfection().poll_interval_s, metavar="S")
     options = parser.parse_args()
+    known = Imperfection(report_interval_s=options.report, poll_interval_s=options.poll)
     for cell in options.cells:
         trace, nodes, speed = cell.rsplit(":", 2)
         rates = []
         for gateways in GATEWAYS:
-            figures = replayed(Path(trace), int(nodes), float(speed), gateways)
+            figures = replayed(Path(trace), int(nodes), float(speed), gateways, known)
             rates.append(figures.hit_rate["all"])
             row = {"cell": Path(cell).name, "gateways": gateways, "hit": rates[-1], "ttft_mean_s": figures.ttft.mean}
             row |= {"ttft_p99_s": figures.ttft.p99, "goodput_per_s": figures.goodput}

@@ -20,12 +20,13 @@ def route(query: RoutingQuery) -> RoutingDecision:
     scores = score_all(query)
     best = min(score.score_s for score in scores)
     tie = best * (1 + NEAR_TIE_SHARE) + NEAR_TIE_S
+    kin = _kin(query)
     ranked = sorted(
         scores,
         key=lambda score: (
-            (0, -score.matched_tokens, rendezvous(query.affinity, score.engine))
+            (0, -score.matched_tokens, rendezvous(kin, score.engine))
             if score.score_s <= tie
-            else (1, score.score_s, rendezvous(query.affinity, score.engine))
+            else (1, score.score_s, rendezvous(kin, score.engine))
         ),
     )
     return RoutingDecision(tuple(ranked), _reason(ranked))
@@ -39,6 +40,20 @@ def _reason(ranked: list[Score]) -> str:
     if not longest:
         return "load"
     return "prefix" if ranked[0].matched_tokens == longest else "spill"
+
+
+def _kin(query: RoutingQuery) -> bytes:
+    """What prompts have in common that go together among equals.
+
+    An affinity that is more than the first chunk's key stands. Many prompts begin alike, though, with a system prompt,
+    and if the first chunk decided, all gateways would send all of them to one and the same idle engine before they hear
+    of each other. So those go together that have about half of their chunks in common: the key at a power of two, so
+    that one chunk more or less seldom makes another of it.
+    """
+    if not query.keys or query.affinity != query.keys[0]:
+        return query.affinity
+    half = max(1, len(query.keys) // 2)
+    return query.keys[(1 << half.bit_length() - 1) - 1]
 
 
 def route_by_affinity(query: RoutingQuery, reason: str) -> RoutingDecision:

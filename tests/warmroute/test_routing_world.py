@@ -73,13 +73,13 @@ def test_a_request_from_each_of_16_gateways_spreads() -> None:
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
-def test_siblings_in_a_burst_share_few_engines_and_unrelated_prompts_all(gateways: int) -> None:
+def test_siblings_in_a_burst_share_engines_and_unrelated_prompts_have_their_own(gateways: int) -> None:
     siblings = [prompt(number / 100, range(16), 1, number) for number in range(8)]
     together = serve(fleet(8, gateways=gateways), siblings)
-    assert len(set(together.engines)) <= 4
-    assert hit_rate(together) > 0.4
     strangers = [prompt(number / 100, (), 17, number) for number in range(8)]
-    assert len(set(serve(fleet(8, gateways=gateways), strangers).engines)) > len(set(together.engines))
+    apart = serve(fleet(8, gateways=gateways), strangers)
+    assert len(set(together.engines)) < len(set(apart.engines))
+    assert hit_rate(together) > 0.3, "three of eight at least find what one computed"
 
 
 def test_siblings_beyond_what_one_engine_can_bear_go_elsewhere() -> None:
@@ -173,7 +173,7 @@ def test_the_turns_of_a_conversation_stay_together(gateways: int) -> None:
 def test_800_clients_at_once_wait_less_than_by_least_load() -> None:
     drawn = random.Random(5)
     families = [range(100 * number, 100 * number + 8) for number in range(30)]
-    requests = [prompt(0, drawn.choice(families), drawn.randrange(4), number) for number in range(1200)]
+    requests = [prompt(0, drawn.choice(families), drawn.randrange(4), number) for number in range(1000)]
     outcomes = {}
     for policy in ("seconds", "least-load"):
         world = World(fleet(4), policy)
@@ -189,9 +189,19 @@ def test_gateways_that_hear_nothing_of_each_other_route_by_their_own_account() -
     assert len(outcome.jobs) == 32
 
 
+@pytest.mark.parametrize(("known", "is_avoided"), [(EXACT, True), (UNHEARD, False)], ids=["reports", "no reports"])
+def test_a_gateway_avoids_the_engine_that_another_has_filled(known: Imperfection, is_avoided: bool) -> None:
+    # The first gateway has a prompt of many seconds on one engine; the second's prompts, every other one, are short.
+    short = [prompt(2 + number / 4, (), 2, number) for number in range(1, 20)]
+    outcome = serve(fleet(2, gateways=2, imperfection=known), [prompt(0, (), 190, 0, 1), *short])
+    filled = outcome.engines[0]
+    assert outcome.jobs[0].first_token_at > 8
+    assert (filled not in outcome.engines[1::2]) == is_avoided
+
+
 def test_the_hit_rate_stays_with_up_to_8_gateways() -> None:
     drawn = random.Random(6)
-    sessions = [turns(number, drawn.uniform(0, 60), 5, 8.0) for number in range(100)]
+    sessions = [turns(number, drawn.uniform(0, 60), 5, 8.0) for number in range(60)]
     requests = conversations(each for session in sessions for each in session)
     rates = [hit_rate(serve(fleet(4, gateways=gateways), requests)) for gateways in (1, 2, 4, 8)]
     assert max(rates) - min(rates) < 0.02

@@ -16,14 +16,14 @@ from functools import partial
 
 from directory.members import INCARNATION_BYTES
 from directory.memory import MemoryDirectory
-from gateway.routing.query import PeerExtension, RoutingDecision
+from gateway.routing.query import RoutingDecision, Score
 from warmroute.replay.announcer import Announcer
 from warmroute.replay.engine_model import EngineModel, Happened, Job
 from warmroute.replay.gateway_model import GatewayModel, Report, Sent
 from warmroute.replay.hardware import FleetPlan
 from warmroute.replay.node_tiers import TierChanges
 from warmroute.replay.peer_network import PeerNetwork
-from warmroute.replay.trace import TracedRequest
+from warmroute.replay.trace import BLOCK_TOKENS, TracedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class World:
         self._spills += _is_spill(decision)
         self._sent[number] = gateway, sent
         self._await_turn("report", gateway)
-        self._fetch(engine, request, extensions.get(sent.engine))
+        self._fetch(engine, request, decision.ranked[0])
         self._take(engine, self._engines[engine].submit(job, self.now))
         return engine
 
@@ -117,12 +117,12 @@ class World:
             self._fetched,
         )
 
-    def _fetch(self, engine: int, request: TracedRequest, extension: PeerExtension | None) -> None:
-        """Do as a hint says: take from another host what this one lacks."""
-        if extension is None:
+    def _fetch(self, engine: int, request: TracedRequest, score: Score) -> None:
+        """Do as a hint says: take from another host what this one lacks of what the score counts on."""
+        if not score.peer_tokens:
             return
-        own, other = self._engines[engine].tiers, self._engines[self._numbers[extension.address]].tiers
-        keys = request.keys[: extension.chunks]
+        own, other = self._engines[engine].tiers, self._engines[self._numbers[score.peer]].tiers
+        keys = request.keys[: score.matched_tokens // BLOCK_TOKENS]
         wanted = [number for number, key in enumerate(keys) if not own.match([key]) and other.host_holds(key)]
         for arrival in self._peers.fetch(engine, wanted, self.now):
             self.at(arrival.at, partial(self._receive, engine, keys, arrival.position))
