@@ -10,7 +10,7 @@ from directory.placements import PrefixMatch
 from directory.tiers import Tier
 from gateway.routing.approx_tree import ApproxTree
 from gateway.routing.overlay import FOLLOWERS_MAX, Overlay
-from gateway.routing.policies import POLICIES, blocks_of_work, product, weighted_sum
+from gateway.routing.policies import POLICIES, TURNS_MAX, RoundRobin, blocks_of_work, product, weighted_sum
 from gateway.routing.query import Candidate, RoutingQuery
 from tests.gateway.samples import RATES, SHAPE
 
@@ -73,6 +73,23 @@ def test_round_robin_takes_turns() -> None:
     policy = POLICIES["round-robin"]()
     asked = query(*map(candidate, "cab"))
     assert [policy.route(asked).ranked[0].engine for _ in range(5)] == ["a", "b", "c", "a", "b"]
+
+
+def test_round_robin_takes_turns_among_each_models_engines_whatever_comes_between() -> None:
+    policy = POLICIES["round-robin"]()
+    one, other, third = query(*map(candidate, "ab")), query(*map(candidate, "xy")), query(candidate("z"))
+    firsts = [policy.route(asked).ranked[0].engine for _ in range(4) for asked in (one, other, third)]
+    assert "".join(firsts) == "axzbyzaxzbyz"
+
+
+def test_of_a_retry_the_turn_goes_to_the_next_and_the_memory_of_turns_is_bounded() -> None:
+    policy = RoundRobin()
+    assert policy.route(query(*map(candidate, "abc"))).ranked[0].engine == "a"
+    assert policy.route(query(*map(candidate, "bc"))).ranked[0].engine == "b"
+    assert policy.route(query(*map(candidate, "abc"))).ranked[0].engine == "c"
+    for number in range(TURNS_MAX + 10):
+        policy.route(query(candidate(f"e{number}")))
+    assert len(policy._last) == TURNS_MAX
 
 
 def test_least_load_is_blind_to_prefixes_and_prefix_to_load() -> None:
