@@ -12,6 +12,8 @@ from gateway.events import EVENT_ENDS, LAST_EVENTS, is_done, last_event_name
 TAIL_BYTES_MAX = 8192
 USAGE_FIELD = b'"usage":'
 OUTPUT_FIELDS = ("completion_tokens", "output_tokens")
+COUNT_MAX = 2**26
+"""No body has more tokens than its 64 MiB have bytes; a larger count is none."""
 _DECODER = json.JSONDecoder()
 
 
@@ -101,7 +103,7 @@ def _counts(usage: Any) -> Usage | None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= COUNT_MAX
 
 
 def is_json(data: bytes) -> bool:
