@@ -41,9 +41,9 @@ class SentPrompts:
         """What an engine can use of a prompt; `match` is what the directory says, `keys` its chunks in its naming."""
         now = self._clock()
         if view.registration is None:
-            if self.assumed.is_distrusted(view.engine, now):
-                match = NO_MATCH
-            elif (chunks := self.assumed.chunks(view.engine, keys, now)) > match.chunks:
+            if self.assumed.is_distrusted(view.engine, now):  # what is on its way there won't be kept either
+                return KnownMatch(NO_MATCH, 0)
+            if (chunks := self.assumed.chunks(view.engine, keys, now)) > match.chunks:
                 match = PrefixMatch((Tier.GPU,) * chunks)
         found = self.overlay.extend(view.engine, match, keys, now)
         return KnownMatch(found, found.chunks - match.chunks)

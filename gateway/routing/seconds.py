@@ -32,8 +32,9 @@ REPLY_SHARE = 0.01
 """By how much a running reply slows a prefill, about (`warmroute.replay.hardware`). What is queued will reply, too."""
 UNKNOWN_DOUBT = 0.5
 """The share of an unknown chunk's recomputation that is charged: its partition didn't answer."""
-NEUTRAL_FLOPS = 1e12
-"""For a pool in which no engine has reported a rate: only the ratio of candidates counts then."""
+NEUTRAL_FLOPS = 2e14
+"""For a pool of which no rate is known: half of what an H100 computes. What is booked and what was given lately are
+seconds, so a rate that is far too low would make every engine seem overrun, and prefixes be left for nothing."""
 
 
 def price(candidate: Candidate) -> float:
