@@ -39,6 +39,11 @@ PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
 BOOKED_NUMBERS = 9
+BOOKED_SERVICE_S_MAX, BOOKED_RUNNING_MAX = 3600.0, 100_000
+"""Of one request the predicted seconds, and of one gateway the open requests on an engine: with more of either a report
+is nonsense. Were it believed, all engines could look busy beyond comparison."""
+ROW_BYTES_MAX = 2**20
+"""A registration or a load report that is longer isn't read: what is unreadable would be parsed at every poll."""
 ENGINES_BOOKED_MAX = 1024
 """Engines in one gateway's report of what it booked; a full one is 100 kB."""
 
@@ -226,6 +231,7 @@ def decode_registration(data: bytes) -> Registration:
     """
     if not isinstance(data, bytes):
         raise UnreadableMember(f"a registration is bytes, not {data!r}")
+    _require_short(data)
     return _decoded_registration(data)
 
 
@@ -281,6 +287,7 @@ def decode_load(data: bytes) -> Load:
     """The load report in `data`. Raises `UnreadableMember`."""
     if not data:
         return Load()
+    _require_short(data)
     try:
         row = json.loads(data)
         rates = row.get("rates")
@@ -299,6 +306,11 @@ def decode_load(data: bytes) -> Load:
         raise UnreadableMember(f"a load report lacks the field {error}") from error
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UnreadableMember(f"a load report can't be read: {error!r}") from error
+
+
+def _require_short(data: bytes) -> None:
+    if len(data) > ROW_BYTES_MAX:
+        raise UnreadableMember(f"a row is longer than {ROW_BYTES_MAX} bytes")
 
 
 def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
@@ -398,6 +410,8 @@ def _unpacked(packed: Any) -> BookedWork:
     if len(numbers) < BOOKED_NUMBERS or min(numbers) < 0 or max(numbers) > NUMBER_MAX:
         raise ValueError(f"not {BOOKED_NUMBERS} numbers in range: {numbers!r}")
     backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
+    if not prefills <= running <= BOOKED_RUNNING_MAX or backlog_s > 1.0 + prefills * BOOKED_SERVICE_S_MAX:
+        raise ValueError(f"more work than there can be: {numbers!r}")
     return BookedWork(
         backlog_s, head_s, head_age_s, free_age_s, int(prefills), int(running), int(queued), int(active), recent_s
     )

@@ -18,7 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-SERVICE_S_MAX = 3600.0
+from directory.members import BOOKED_SERVICE_S_MAX
+
+SERVICE_S_MAX = BOOKED_SERVICE_S_MAX
 """A prediction counts for so much at most: no answer is waited for as long, and sums of seconds stay exact enough."""
 RECENT_S = 30.0
 """In what time the memory of what was assigned to an engine fades to a third (1/e)."""

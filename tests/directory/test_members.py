@@ -12,10 +12,12 @@ from directory.costs import ModelShape, Rates
 from directory.errors import IdentityRefused
 from directory.identity import Identity
 from directory.members import (
+    BOOKED_RUNNING_MAX,
     ENGINES_BOOKED_MAX,
     INCARNATION_BYTES,
     PEER_ADDRESS_CHARS_MAX,
     PEERS_REPORTED_MAX,
+    ROW_BYTES_MAX,
     TEXT_CHARS_MAX,
     BookedWork,
     EngineRegistration,
@@ -44,13 +46,16 @@ SPEEDS = st.floats(1e-3, 1e18)
 PAGED_CHUNKS = st.integers(1, 64).flatmap(lambda page: st.tuples(st.just(page), st.integers(1, 64).map(page.__mul__)))
 
 
+URLS = TEXT.map("http://a/{}".format)
+
+
 @st.composite
 def engines(draw: st.DrawFn) -> EngineRegistration:
     page_tokens, chunk_tokens = draw(PAGED_CHUNKS)
     return EngineRegistration(
         engine=draw(TEXT),
         host=draw(TEXT),
-        url=draw(TEXT),
+        url=draw(URLS),
         models=tuple(draw(st.lists(TEXT, max_size=3))),
         identity=draw(st.builds(Identity, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, st.integers(1, 8))),
         shape=draw(
@@ -66,7 +71,7 @@ def engines(draw: st.DrawFn) -> EngineRegistration:
 
 MILLISECONDS = st.integers(0, 10**8).map(lambda number: number / 1000)
 TIERS = st.sampled_from(list(Tier))
-HOSTS = st.builds(HostRegistration, TEXT, TEXT, st.none() | TEXT)
+HOSTS = st.builds(HostRegistration, TEXT, URLS, st.none() | TEXT)
 LOADS = st.builds(
     Load,
     st.none() | st.builds(Rates, SPEEDS, st.dictionaries(TIERS, SPEEDS), st.dictionaries(TIERS, st.floats(0, 10))),
@@ -78,7 +83,16 @@ LOADS = st.builds(
     st.dictionaries(TEXT, SPEEDS, max_size=3),
     st.integers(0, 10**7),
     st.dictionaries(
-        TEXT, st.builds(BookedWork, *[MILLISECONDS] * 4, *[st.integers(0, 10**9)] * 4, MILLISECONDS), max_size=3
+        TEXT,
+        st.builds(
+            BookedWork,
+            *[MILLISECONDS] * 4,
+            st.integers(50_000, 60_000),
+            st.integers(60_000, BOOKED_RUNNING_MAX),
+            *[st.integers(0, 10**9)] * 2,
+            MILLISECONDS,
+        ),
+        max_size=3,
     ),
 )
 
@@ -231,6 +245,10 @@ def test_who_has_measured_no_peer_reports_as_versions_do_that_know_of_none(load:
         {"a": [0, 0, 0, 0, True, 0, 0, 0, 0]},
         {"a": [float("inf"), 0, 0, 0, 0, 0, 0, 0, 0]},
         {"a\n": [0] * 9},
+        {"a": [1e9, 0, 0, 0, 2, 2, 0, 0, 0]},
+        {"a": [1e9, 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a": [0, 0, 0, 0, 0, 10**9, 0, 0, 0]},
+        {"a": [0, 0, 0, 0, 3, 2, 0, 0, 0]},
         {f"engine-{number}": [0] * 9 for number in range(ENGINES_BOOKED_MAX + 1)},
     ],
     ids=lambda value: repr(value)[:30],
@@ -308,6 +326,13 @@ def test_any_json_in_place_of_a_field_is_read_or_unreadable(data: object) -> Non
         row = json.loads(encode_registration(ENGINE)) | {field: data}
         with suppress(UnreadableMember):
             decode_registration(json.dumps(row).encode())
+
+
+def test_a_row_that_is_too_long_is_unreadable_before_it_is_parsed() -> None:
+    for decode in (decode_registration, decode_load):
+        for data in (encode_registration(ENGINE), encode_load(LOAD)):
+            with pytest.raises(UnreadableMember, match="longer than"):
+                decode(data + b" " * ROW_BYTES_MAX)  # type: ignore[operator]
 
 
 def test_no_report_is_an_empty_load() -> None:
