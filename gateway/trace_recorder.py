@@ -134,7 +134,8 @@ def block_ids(row: Row, salt: bytes) -> list[int]:
 
 
 def _begin(path: Path) -> int:
-    """The file, empty, for this user only. One that is there already is kept as `<name>.1`. Raises `OSError`."""
-    if path.exists():
+    """The file, empty, for this user only. One that is there already is kept as `<name>.1`. Raises `OSError`, also
+    where a folder or a device is: they aren't moved away."""
+    if path.is_file():
         path.rename(path.with_name(f"{path.name}.1"))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +117,15 @@ async def test_a_trace_that_is_there_is_kept_beside(tmp_path: Path) -> None:
     await recorded(TraceRecorder(trace, 10**6, lambda: 0.0), Usage(9, None, 5))
     assert (tmp_path / "trace.jsonl.1").read_text(encoding="utf-8") == "old"
     assert len(rows_of(trace)) == 1
+
+
+async def test_a_folder_or_a_pipe_in_its_place_is_left_alone(tmp_path: Path) -> None:
+    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for path in (folder, pipe):
+        await recorded(TraceRecorder(path, 10**6, lambda: 0.0), Usage(9, None, 5))
+    assert sorted(tmp_path.iterdir()) == [folder, pipe]
 
 
 async def test_a_trace_that_cannot_be_written_costs_no_request(tmp_path: Path) -> None:
