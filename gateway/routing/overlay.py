@@ -67,6 +67,8 @@ class Overlay:
     def expect(self, engine: str, keys: Sequence[bytes], until: float, now: float = float("-inf")) -> Expectation:
         """These chunks will be in the GPU memory of `engine`; believe it until `until`. What ended by `now` goes."""
         expectation, keys = Expectation(engine, until), keys[: self._chunks_max]
+        if not keys:
+            return expectation
         to = self._engines.setdefault(engine, _Engine())
         to.prompts.append((expectation, keys))
         to.named_chunks += len(keys)

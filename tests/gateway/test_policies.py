@@ -92,6 +92,14 @@ def test_of_a_retry_the_turn_goes_to_the_next_and_the_memory_of_turns_is_bounded
     assert len(policy._last) == TURNS_MAX
 
 
+def test_prompts_without_a_whole_chunk_are_not_remembered_behind_one_that_is_long_on_its_way() -> None:
+    overlay = Overlay()
+    overlay.expect("a", KEYS, 1e9)
+    for moment in range(100):
+        overlay.expect("a", (), moment + 5.0, float(moment))
+    assert len(overlay._engines["a"].prompts) == 1
+
+
 def test_least_load_is_blind_to_prefixes_and_prefix_to_load() -> None:
     asked = query(candidate("warm", 9, wait_s=50.0), candidate("cold"))
     assert POLICIES["least-load"]().route(asked).ranked[0].engine == "cold"
