@@ -79,7 +79,7 @@ class Dispatcher:
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
         """Rank `views`, of which there is at least one, for a request. Nothing is booked."""
         with self._metrics.stage("route", self._clock):
-            decision = self._policy.route(
+            return self._policy.route(
                 RoutingQuery(
                     prompt_tokens=prepared.encoding.prompt_tokens,
                     affinity=prepared.affinity,
@@ -88,8 +88,6 @@ class Dispatcher:
                     keys=prepared.keys,
                 )
             )
-        self._metrics.decisions.labels(decision.reason).inc()
-        return decision
 
     def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
@@ -97,6 +95,7 @@ class Dispatcher:
         hint = hint_for(view.agent_url, keys, known.match, score, view.chunk_tokens, _peer(prepared, view, known))
         wish = self._prefetcher.send(hint or self._probe(prepared, view, known))
         prompt = self._sent.send(view, keys, known, score.expected_ttft_s)
+        self._metrics.decisions.labels(decision.reason).inc()
         prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
         others_prefills = self._loads.of_others(view.engine).prefills
         prefill = self._watch.send(view, prepared, score, is_streamed, others_prefills)
