@@ -39,9 +39,9 @@ PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
 BOOKED_NUMBERS = 9
-BOOKED_SERVICE_S_MAX, BOOKED_RUNNING_MAX = 3600.0, 100_000
-"""Of one request the predicted seconds, and of one gateway the open requests on an engine: with more of either a report
-is nonsense. Were it believed, all engines could look busy beyond comparison."""
+BOOKED_SERVICE_S_MAX, BOOKED_AGE_S_MAX, BOOKED_RUNNING_MAX = 3600.0, 3600.0, 100_000
+"""Of one request the predicted seconds, of what happened the age that is told, and of one gateway the open requests on
+an engine: with more of any a report is nonsense. Were it believed, all engines could look busy beyond comparison."""
 ROW_BYTES_MAX = 2**20
 """A registration or a load report that is longer isn't read: what is unreadable would be parsed at every poll."""
 ENGINES_BOOKED_MAX = 1024
@@ -410,7 +410,8 @@ def _unpacked(packed: Any) -> BookedWork:
     if len(numbers) < BOOKED_NUMBERS or min(numbers) < 0 or max(numbers) > NUMBER_MAX:
         raise ValueError(f"not {BOOKED_NUMBERS} numbers in range: {numbers!r}")
     backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
-    if not prefills <= running <= BOOKED_RUNNING_MAX or backlog_s > 1.0 + prefills * BOOKED_SERVICE_S_MAX:
+    is_too_much = head_s > 1.0 + backlog_s or backlog_s > 1.0 + prefills * BOOKED_SERVICE_S_MAX
+    if is_too_much or max(head_age_s, free_age_s) > BOOKED_AGE_S_MAX or not prefills <= running <= BOOKED_RUNNING_MAX:
         raise ValueError(f"more work than there can be: {numbers!r}")
     return BookedWork(
         backlog_s, head_s, head_age_s, free_age_s, int(prefills), int(running), int(queued), int(active), recent_s

@@ -13,11 +13,9 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from directory.members import ENGINES_BOOKED_MAX, TERM_S, BookedWork, Member
+from directory.members import BOOKED_AGE_S_MAX, ENGINES_BOOKED_MAX, TERM_S, BookedWork, Member
 from gateway.ledger import IDLE, Account, Ledger
 
-AGE_S_MAX = 3600.0
-"""What happened longer ago is reported as so long ago."""
 OWN_LIVES_MAX = 1024
 """Incarnations of this gateway's own that are remembered: it draws one when its last one was lost."""
 
@@ -126,8 +124,8 @@ def _report(account: Account, recent_s: float, now: float) -> BookedWork:
     return BookedWork(
         backlog_s=max(0.0, account.backlog_s),
         head_s=account.head_s,
-        head_age_s=min(AGE_S_MAX, max(0.0, now - account.head_at)),
-        free_age_s=min(AGE_S_MAX, max(0.0, now - account.free_at)),
+        head_age_s=min(BOOKED_AGE_S_MAX, max(0.0, now - account.head_at)),
+        free_age_s=min(BOOKED_AGE_S_MAX, max(0.0, now - account.free_at)),
         prefills=account.prefills,
         running=account.running,
         queued_tokens=account.queued_tokens,
