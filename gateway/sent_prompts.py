@@ -72,6 +72,7 @@ class SentPrompts:
 
     def note_cached(self, sent: "SentPrompt", cached_tokens: int) -> None:
         """The engine says how much of the prompt was there already."""
+        self.overlay.note_cached(sent.expectation, cached_tokens, self._clock())
         if sent.view.registration is None:
             chunks = cached_tokens // sent.view.chunk_tokens
             self.assumed.note_cached(sent.view.engine, sent.assumed, sent.promised_chunks, chunks, self._clock())

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from directory.placements import PrefixMatch
+from directory.placements import NO_MATCH, PrefixMatch
 from directory.tiers import Tier
 from gateway.routing.approx_tree import ApproxTree
-from gateway.routing.overlay import FOLLOWERS_MAX, Overlay
+from gateway.routing.overlay import DISTRUST_S, FOLLOWERS_MAX, MISSES_MAX, Overlay
 from gateway.routing.policies import POLICIES, TURNS_MAX, RoundRobin, blocks_of_work, product, weighted_sum
 from gateway.routing.query import Candidate, RoutingQuery
 from tests.gateway.samples import RATES, SHAPE
@@ -90,6 +90,34 @@ def test_of_a_retry_the_turn_goes_to_the_next_and_the_memory_of_turns_is_bounded
     for number in range(TURNS_MAX + 10):
         policy.route(query(candidate(f"e{number}")))
     assert len(policy._last) == TURNS_MAX
+
+
+def test_nothing_is_expected_for_a_while_of_an_engine_that_never_has_cached_what_it_just_computed() -> None:
+    overlay = Overlay()
+
+    def answered(now: float, cached_tokens: int) -> int:
+        """Send a prompt that is computed at once; how many chunks of it were on their way."""
+        run = overlay.extend("a", NO_MATCH, KEYS, now).chunks
+        sent = overlay.expect("a", KEYS, now + 5.0, now)
+        overlay.settle(sent, now + 5.0)
+        overlay.note_cached(sent, cached_tokens, now)
+        return run
+
+    assert answered(0.0, 0) == 0
+    assert [answered(1.0 + moment, 0) for moment in range(MISSES_MAX - 1)] == [10] * (MISSES_MAX - 1)
+    assert answered(4.0, 16) == 10, "one hit shows that it has a cache"
+    assert [answered(5.0 + moment, 0) for moment in range(MISSES_MAX + 1)] == [10] * MISSES_MAX + [0]
+    assert answered(5.0 + MISSES_MAX + DISTRUST_S, 0) == 0
+    assert answered(6.0 + MISSES_MAX + DISTRUST_S, 0) == 10
+
+
+def test_siblings_that_are_computed_at_once_are_no_evidence_against_a_cache() -> None:
+    overlay = Overlay()
+    burst = [overlay.expect("a", KEYS, 9.0, 0.0) for _ in range(6)]
+    for each in burst:
+        overlay.settle(each, 9.0)
+        overlay.note_cached(each, 0, 1.0)
+    assert overlay.extend("a", NO_MATCH, KEYS, 1.0).chunks == len(KEYS)
 
 
 def test_prompts_without_a_whole_chunk_are_not_remembered_behind_one_that_is_long_on_its_way() -> None:
