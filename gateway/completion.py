@@ -135,7 +135,7 @@ class Completion:
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
-                    dispatch.first_byte(answer.status == 200)
+                    dispatch.first_byte(answer.status)
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
                 body = await self._read_whole(answer) if is_refusal or not is_stream else None
             headers = answer.headers()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from directory.placements import NO_MATCH
 from gateway.audit import Usage
@@ -11,6 +12,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Hint, Prefetcher, Wish, hint_for
 from gateway.prefill_watch import PrefillWatch, WatchedPrefill
 from gateway.preparation import Prepared
+from gateway.refusals import Refusals
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
 from gateway.sent_prompts import KnownMatch, SentPrompt, SentPrompts
@@ -18,6 +20,8 @@ from gateway.shared_load import EngineLoads
 
 PEER_FIXED_S = 0.005
 """Seconds before another host's first chunk comes: a hint's way, and a round trip between two agents."""
+TOO_MANY, SERVER_ERRORS = 429, 500
+"""Statuses of a refusal: that one, and from there on."""
 PROBE_CHUNKS, PROBE_INTERVAL_S, PROBED_MAX = 2, 30.0, 4096
 """Hints at hosts that weren't measured yet: chunks, seconds between two for one pair of hosts, pairs remembered."""
 
@@ -32,9 +36,12 @@ class Dispatch:
     prefill: WatchedPrefill
     wish: Wish | None
     prefetcher: Prefetcher
+    answered: Callable[[int], None]
 
-    def first_byte(self, is_computed: bool = True) -> None:
-        """Its prefill is done, or else it was refused (not `is_computed`); repeating it changes nothing."""
+    def first_byte(self, status: int = 200) -> None:
+        """Its prefill is done, or else it was refused (another `status`); repeating it changes nothing."""
+        is_computed = status == 200
+        self.answered(status)
         self.ledger.first_byte(self.booking, is_computed)
         self.prompt.first_byte(is_computed)
         self.prefill.first_byte(is_computed)
@@ -75,9 +82,15 @@ class Dispatcher:
         self._prefetcher = prefetcher
         self._metrics, self._clock = metrics, clock
         self._probed: dict[tuple[str, str], float] = {}
+        self._refusals = Refusals()
 
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
-        """Rank `views`, of which there is at least one, for a request. Nothing is booked."""
+        """Rank `views`, of which there is at least one, for a request; those that refused lately only where all did.
+
+        Nothing is booked.
+        """
+        now = self._clock()
+        views = [view for view in views if not self._refusals.back_off_s(view.engine, now)] or views
         with self._metrics.stage("route", self._clock):
             return self._policy.route(
                 RoutingQuery(
@@ -107,7 +120,14 @@ class Dispatcher:
             prompt_tokens=prompt_tokens,
             ahead_s=self._loads.ahead_s(view.engine),
         )
-        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher)
+        answered = partial(self._note_answered, view.engine)
+        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher, answered)
+
+    def _note_answered(self, engine: str, status: int) -> None:
+        if status == 200:
+            self._refusals.note_served(engine)
+        elif status == TOO_MANY or status >= SERVER_ERRORS:  # what the client has done wrong is no sign of the engine
+            self._refusals.note_refused(engine, self._clock())
 
     def _known(self, prepared: Prepared, view: EngineView) -> KnownMatch:
         holders = prepared.holders
