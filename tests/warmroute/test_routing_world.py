@@ -217,6 +217,15 @@ def test_of_64_nodes_that_hold_a_block_in_three_tiers_all_are_seen() -> None:
     assert announcer.host_matches([key]) == {name: PrefixMatch((Tier.DRAM,)) for name in names}
 
 
+def test_what_a_node_holds_is_still_known_after_a_fleet_was_silent_for_hours() -> None:
+    now = 0.0
+    announcer = Announcer(MemoryDirectory(lambda: now), ["a", "b", "c"])
+    key = block_key(0)
+    for number, now in enumerate((0.0, 0.0, 9000.0)):
+        announcer.announce(number, TierChanges({key: int(Tier.GPU)}, {}), now)
+    assert announcer.matches([key]) == {name: PrefixMatch((Tier.GPU,)) for name in ("a", "b", "c")}
+
+
 @pytest.mark.parametrize(
     ("running", "stays"),
     [((0,), True), ((9,), True), ((1, 1), True), ((2, 1), True), ((3, 1), True), ((3, 0), False), ((2, 0, 0), False)],
