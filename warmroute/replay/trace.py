@@ -69,7 +69,7 @@ def block_key(block_id: int) -> bytes:
 def _read_line(number: int, line: str) -> TracedRequest:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"line {number} isn't JSON: {error}") from None
     if not isinstance(row, dict):
         raise TraceError(f"line {number} must be an object")
