@@ -179,6 +179,13 @@ def test_a_line_that_is_no_request_is_named(line: str, says: str) -> None:
         read_trace([good, line])
 
 
+def test_prompts_share_the_keys_of_blocks_that_they_share() -> None:
+    line = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [7, %d]}'
+    first, second = read_trace([line % 8, line % 9])
+    assert first.keys[0] is second.keys[0]
+    assert first.keys == (block_key(7), block_key(8))
+
+
 def test_speed_shortens_the_times_between_arrivals() -> None:
     late = [asked(100.0, 9, 1, 0), asked(104.0, 9, 1, 0)]
     assert [each.arrival_s for each in from_zero(late, 8.0)] == [0.0, 0.5]
