@@ -11,7 +11,8 @@ import pytest
 from directory.memory import MemoryDirectory
 from directory.placements import PrefixMatch
 from directory.tiers import Tier
-from gateway.routing.query import Candidate, RoutingQuery
+from gateway.routing.policies import POLICIES
+from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
 from gateway.routing.router import route_by_affinity
 from tests.warmroute.worlds import EXACT, fleet, prompt, send, send_in_turn, serve, shares, ttfts
 from warmroute.replay.announcer import Announcer
@@ -251,3 +252,19 @@ def test_replies_that_run_on_an_engine_send_the_next_prompt_elsewhere() -> None:
     busy = outcome.engines[0]
     assert set(outcome.engines[1:11]) == {busy}
     assert outcome.engines[11:].count(busy) <= 2
+
+
+@pytest.mark.parametrize(("policy", "position"), [("seconds", 0), ("sticky", 1)])
+def test_the_default_is_asked_as_a_gateway_asks_and_others_are_told_sessions(
+    policy: str, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RoutingQuery] = []
+
+    class Listening(type(POLICIES[policy]())):  # type: ignore[misc]
+        def route(self, query: RoutingQuery) -> RoutingDecision:
+            asked.append(query)
+            return super().route(query)  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(POLICIES, policy, Listening)
+    serve(fleet(2), [prompt(0.0, range(4), 0, 0)], policy)
+    assert [each.affinity for each in asked] == [asked[0].keys[position]]
