@@ -11,7 +11,8 @@ import pytest
 from directory.memory import MemoryDirectory
 from directory.placements import PrefixMatch
 from directory.tiers import Tier
-from gateway.routing.query import Candidate, RoutingQuery
+from gateway.routing.policies import POLICIES
+from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
 from gateway.routing.router import route_by_affinity
 from tests.warmroute.worlds import EXACT, fleet, prompt, send, send_in_turn, serve, shares, ttfts
 from warmroute.replay.announcer import Announcer
@@ -217,6 +218,15 @@ def test_of_64_nodes_that_hold_a_block_in_three_tiers_all_are_seen() -> None:
     assert announcer.host_matches([key]) == {name: PrefixMatch((Tier.DRAM,)) for name in names}
 
 
+def test_what_a_node_holds_is_still_known_after_a_fleet_was_silent_for_hours() -> None:
+    now = 0.0
+    announcer = Announcer(MemoryDirectory(lambda: now), ["a", "b", "c"])
+    key = block_key(0)
+    for number, now in enumerate((0.0, 0.0, 9000.0)):
+        announcer.announce(number, TierChanges({key: int(Tier.GPU)}, {}), now)
+    assert announcer.matches([key]) == {name: PrefixMatch((Tier.GPU,)) for name in ("a", "b", "c")}
+
+
 @pytest.mark.parametrize(
     ("running", "stays"),
     [((0,), True), ((9,), True), ((1, 1), True), ((2, 1), True), ((3, 1), True), ((3, 0), False), ((2, 0, 0), False)],
@@ -242,3 +252,19 @@ def test_replies_that_run_on_an_engine_send_the_next_prompt_elsewhere() -> None:
     busy = outcome.engines[0]
     assert set(outcome.engines[1:11]) == {busy}
     assert outcome.engines[11:].count(busy) <= 2
+
+
+@pytest.mark.parametrize(("policy", "position"), [("seconds", 0), ("sticky", 1)])
+def test_the_default_is_asked_as_a_gateway_asks_and_others_are_told_sessions(
+    policy: str, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RoutingQuery] = []
+
+    class Listening(type(POLICIES[policy]())):  # type: ignore[misc]
+        def route(self, query: RoutingQuery) -> RoutingDecision:
+            asked.append(query)
+            return super().route(query)  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(POLICIES, policy, Listening)
+    serve(fleet(2), [prompt(0.0, range(4), 0, 0)], policy)
+    assert [each.affinity for each in asked] == [asked[0].keys[position]]
