@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from directory.placements import NO_MATCH
+from directory.tiers import Tier
 from gateway.audit import Usage
 from gateway.fleet import EngineView
 from gateway.ledger import RECENT_S, Booking, Ledger
@@ -105,7 +106,7 @@ class Dispatcher:
             score.service_s,
             is_streamed,
             new_tokens=max(0, prompt_tokens - score.matched_tokens),
-            prompt_tokens=prompt_tokens,
+            held_tokens=max(0, prompt_tokens - score.tier_tokens.get(Tier.GPU, 0)),
             ahead_s=self._loads.ahead_s(view.engine),
         )
         return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher)
@@ -128,6 +129,7 @@ class Dispatcher:
             prompt_tokens=prepared.prompt.tokens_of(view),
             queued_tokens=load.queued_tokens,
             active_tokens=load.active_tokens,
+            kv_tokens_max=view.kv_tokens,
             use=load.recent_s / RECENT_S,
             peer=_peer(prepared, view, known),
             expected_chunks=known.expected_chunks,
