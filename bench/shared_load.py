@@ -54,7 +54,7 @@ def _busy_ledger(engines: list[str], open_requests: int) -> Ledger:
     ledger = Ledger(time.monotonic)
     for engine in engines:
         for number in range(open_requests):
-            ledger.book(engine, 0.5, is_streamed=number % 2 == 0, new_tokens=2000, prompt_tokens=8000)
+            ledger.book(engine, 0.5, is_streamed=number % 2 == 0, new_tokens=2000, held_tokens=8000)
     return ledger
 
 

@@ -70,7 +70,8 @@ class EngineRegistration:
     """One serving endpoint, one data-parallel rank, and all that gateways derive from it.
 
     `models` are the served model ids; `tokenizer_files` maps a file's name to the sha256 of its content, under which
-    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it.
+    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it. `kv_tokens` is
+    how many tokens its KV cache holds, `None` where it doesn't say.
     """
 
     engine: str
@@ -85,6 +86,7 @@ class EngineRegistration:
     page_tokens: int | None = None
     renderer: str = "reference"
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+    kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.key_scheme not in SCHEMES:
@@ -120,7 +122,8 @@ class BookedWork:
 
     Of the prefills that are outstanding: `backlog_s` is the sum of their predicted seconds, `head_s` that of the first,
     which could start `head_age_s` seconds ago. The engine showed `free_age_s` seconds ago that it was done with one.
-    `running` requests are open, with `active_tokens` prompt tokens; `queued_tokens` are still to be computed.
+    `running` requests are open, whose prompts hold `active_tokens` of its KV cache; `queued_tokens` are still to be
+    computed.
     `recent_s` are the seconds of work that it was given lately, done or not.
     """
 
@@ -327,8 +330,9 @@ def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
     row["tokenizer_files"] = {_text(name, "a file's name"): _text(sha, name) for name, sha in files.items()}
     for name in ("chunk_tokens", "context_tokens"):
         row[name] = _whole(row[name], name)
-    if row.get("page_tokens") is not None:
-        row["page_tokens"] = _whole(row["page_tokens"], "page_tokens")
+    for name in ("page_tokens", "kv_tokens"):
+        if row.get(name) is not None:
+            row[name] = _whole(row[name], name)
     _text(row.get("renderer", ""), "renderer")
     return EngineRegistration(**_known_fields(EngineRegistration, row))
 

@@ -254,7 +254,7 @@ def _recorder(config: GatewayConfig, clock: Callable[[], float]) -> TraceRecorde
 
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
-    kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+    kv_tokens = {each.engine: each.kv_tokens for each in config.engines if each.kv_tokens is not None}
     assumed = AssumedPlacements(config.routing.assumed_s)
     return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
 

@@ -23,6 +23,7 @@ ENGINE = EngineRegistration(
     key_scheme="sglang",
     page_tokens=64,
     tokenizer_files={"tokenizer.json": "c" * 64},
+    kv_tokens=500_000,
 )
 GATEWAY = GatewayRegistration("gateway-a:8000", "http://10.0.0.9:8001")
 BOOKED = Load(

@@ -66,6 +66,7 @@ def engines(draw: st.DrawFn) -> EngineRegistration:
         key_scheme=draw(st.sampled_from(("warmroute", "sglang", "lmcache-mp"))),
         page_tokens=draw(st.sampled_from((None, page_tokens))),
         tokenizer_files=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+        kv_tokens=draw(st.none() | st.integers(1, 10**9)),
     )
 
 
@@ -137,6 +138,9 @@ def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> No
         {"key_scheme": "sha1"},
         {"page_tokens": 100},
         {"page_tokens": "64"},
+        {"kv_tokens": 0},
+        {"kv_tokens": "64"},
+        {"kv_tokens": 0.5},
         {"chunk_tokens": 256.5},
         {"shape": {"parameters": 8e9, "layers": 10**300, "d_model": 1, "kv_bytes_per_token": 1}},
         {"shape": {"parameters": float("inf"), "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
@@ -315,6 +319,12 @@ def test_a_host_of_a_version_that_knows_of_no_peers_has_no_peer_address() -> Non
     row = json.loads(encode_registration(HOST))
     del row["peer_address"]
     assert decode_registration(json.dumps(row).encode()) == HOST
+
+
+def test_an_engine_of_a_version_that_says_nothing_of_its_kv_cache_is_one_of_which_nothing_is_known() -> None:
+    row = json.loads(encode_registration(ENGINE))
+    del row["kv_tokens"]
+    assert decode_registration(json.dumps(row).encode()) == replace(ENGINE, kv_tokens=None)
 
 
 @given(data=st.binary(max_size=60))

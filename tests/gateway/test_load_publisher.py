@@ -118,7 +118,7 @@ async def fleet() -> Fleet:
 
 async def test_each_gateway_hears_of_the_others_and_not_of_itself(fleet: Fleet) -> None:
     one, other = fleet.gateways
-    one.ledger.book("a", 2.0, new_tokens=10, prompt_tokens=30)
+    one.ledger.book("a", 2.0, new_tokens=10, held_tokens=30)
     await fleet.turn()
     assert one.loads.of_others("a") == EngineLoad()
     assert other.loads.of("a") == EngineLoad(2.0, 1, 1, 10, 30, recent_s=2.0)

@@ -84,7 +84,7 @@ class GatewayModel:
             score.engine,
             score.service_s * service_error,
             new_tokens=request.prompt_tokens - score.matched_tokens,
-            prompt_tokens=request.prompt_tokens,
+            held_tokens=request.prompt_tokens,
             ahead_s=self._loads.ahead_s(score.engine),
         )
         return Sent(score.engine, booking, expectation, sending, score.matched_tokens)
