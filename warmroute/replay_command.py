@@ -21,22 +21,36 @@ NODES_MAX = 4096
 GATEWAYS_MAX = 256
 DEVICES_MAX = 4096
 BLOCKS_MAX = 10**8
+TIER_NOTES = {
+    "gpu": "; a block of 8b is 67 MB",
+    "nvme": "; chunks come there through dram, so without that there is none",
+}
 SPEED_MIN, DEVIATION_MAX = 1e-3, 3.0
 TIERS_DEFAULT, FLAWS_DEFAULT, PLAN_DEFAULT = TierBlocks(), Imperfection(), FleetPlan(nodes=4)
+
+EPILOG = (
+    "A line of a trace is a JSON object: timestamp (ms), input_length and output_length (tokens), and hash_ids, "
+    "the ids of the prompt's blocks of 512 tokens; equal ids mean equal prompts up to there. Public traces: "
+    "github.com/kvcache-ai/Mooncake, FAST25-release/traces. A gateway records its own: trace.file in its "
+    "configuration."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.description = "Replay a trace in Mooncake's format (digests only) through the real routing code."
+    parser.epilog = EPILOG
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE", help="a file of JSON lines; - for stdin")
     add("--policy", choices=POLICIES, default="seconds", help="how requests are routed (default seconds)")
     add("--compare", metavar="P1,P2", help="several policies instead, a line each")
     add("--nodes", type=_whole("nodes", 1, NODES_MAX), default=4, metavar="N", help="one engine each (default 4)")
-    add("--speed", type=_number("speed", SPEED_MIN), default=1.0, metavar="X", help="arrivals X times as fast")
+    speed = _number("speed", SPEED_MIN)
+    add("--speed", type=speed, default=1.0, metavar="X", help="arrivals X times as fast (default 1)")
     text = "spread arrivals over S seconds of the trace, where its clock ticks coarsely (Mooncake's: 3; default 0)"
     add("--tick", type=_number("the tick"), default=0.0, metavar="S", help=text)
-    add("--half", choices=("all", "first", "second"), default="all", help="tune on the first, report on the second")
+    text = "half of the requests, with cold caches: tune on the first, report on the second"
+    add("--half", choices=("all", "first", "second"), default="all", help=text)
     text = "8b or 70b (Llama 3's, on one or eight H100), or a name of the hardware table (default 8b)"
     add("--model", default="8b", metavar="NAME", help=text)
     text = "of a model from the table: its accelerators (default h100)"
@@ -46,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for tier, least in (("gpu", 1), ("dram", 0), ("nvme", 0)):
         blocks = getattr(TIERS_DEFAULT, tier)
         check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
-        text = f"a node's {tier} tier in blocks of 512 tokens (default {blocks})"
+        text = f"a node's {tier} tier in blocks of 512 tokens (default {blocks}){TIER_NOTES.get(tier, '')}"
         add(f"--{tier}-blocks", type=check, default=blocks, metavar="N", help=text)
     text = "what is written to NVMe: reuse (as agents do by default), hit, through or demote"
     add("--write-policy", choices=WRITE_POLICIES, default="reuse", help=text)

@@ -155,7 +155,9 @@ def blocks_of_work(query: RoutingQuery) -> list[Cost]:
     """Dynamo's cost: overlap weight x prefill blocks + decode blocks, as if the request were there; the lowest leads.
 
     From its "Router Design" page (weight 1 by default): prefill blocks are the tokens still to be prefilled, this
-    request's uncached ones included; decode blocks those of open requests, this one's prompt included.
+    request's uncached ones included; decode blocks those of open requests, this one's prompt included. Dynamo
+    doesn't count what of this prompt open requests hold already; here all of it counts, which differs where requests
+    with one prefix meet.
     """
     costs: list[Cost] = []
     for each in query.candidates:
