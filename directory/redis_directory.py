@@ -22,7 +22,7 @@ from directory.errors import (
     RegistrationRefused,
     SchemaMismatch,
 )
-from directory.fleet_table import Row, newer_version, rows_of
+from directory.fleet_table import Row, fields_of, newer_version, rows_of, unhurried
 from directory.interface import Batch, Lookup
 from directory.members import (
     TERM_S,
@@ -48,10 +48,6 @@ __all__ = ["CALL_TIMEOUT_S", "CONNECTIONS_MAX", "FIRST_STEP_KEYS", "RedisDirecto
 FIRST_STEP_KEYS = 256
 """A lookup of more keys asks in steps that double from here, and stops at the first key that nobody holds."""
 
-ROWS_AT_ONCE, ROW_LOAD_BYTES = 64, 512
-"""Rows of the fleet's table that are decoded before the event loop may do something else; a busy gateway's, whose load
-report is longer, counts for several."""
-
 TASKS_MAX = 16384
 """Calls begun and not ended, of all servers together; each server has a bound of its own as well."""
 
@@ -76,6 +72,8 @@ class RedisDirectory:
         self._unreadable: dict[bytes, str] = {}
         self._loads: dict[bytes, Load] = {}
         """The last table's, decoded: most of them are as they were half a second ago."""
+        self._refreshed_loads: dict[bytes, Load] = {}
+        """The same of the lives that were asked for last, by themselves."""
         self._failing_homes: frozenset[int] = frozenset()
 
     @classmethod
@@ -138,6 +136,29 @@ class RedisDirectory:
         if not rows:
             await self._check_versions()
         return _united(await self._readable(rows, elapsed_s))
+
+    async def refreshed(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        """See `DirectoryReader`. One command, and no function: who may read the table by fields may do this."""
+        sent_at = self._clock()
+        fields = [field for member in members for field in fields_of(member.incarnation)]
+        replies = await self._at_homes(lambda home: self._read_fields(home, fields))
+        elapsed_s = self._clock() - sent_at
+        rows: list[Row] = []
+        with map_redis_errors():
+            for (seconds, microseconds), values in replies:
+                held = _paired(
+                    [part for each in zip(fields, values, strict=True) if each[1] is not None for part in each]
+                )
+                rows += rows_of(held, int(seconds) * 1000 + int(microseconds) // 1000)
+        known = {member.incarnation: member for member in members}
+        found: list[Member] = []
+        loads: dict[bytes, Load] = {}
+        async for row in unhurried(rows):
+            loads[row.load] = loads.get(row.load) or self._refreshed_loads.get(row.load) or _load_or_empty(row.load)
+            member = replace(known[row.incarnation], load=loads[row.load], retired=row.retired)
+            found.append(replace(member, remaining_s=row.remaining_ms / 1000 - elapsed_s))
+        self._refreshed_loads = loads
+        return _united(found)
 
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
@@ -270,6 +291,11 @@ class RedisDirectory:
         """One key only: of several, some may be elsewhere while their slot moves, and would look empty."""
         return await self._connections.read_together(home, ("TIME",), ("HGETALL", self._keys.registrations(home)))
 
+    async def _read_fields(self, home: int, fields: Sequence[bytes]) -> list[Any]:
+        return await self._connections.read_together(
+            home, ("TIME",), ("HMGET", self._keys.registrations(home), *fields)
+        )
+
     async def _check_versions(self) -> None:
         """Raise `SchemaMismatch` where a fleet of another version registered after the last one of this."""
         replies = await self._at_homes(
@@ -323,12 +349,7 @@ class RedisDirectory:
         members: list[Member] = []
         unreadable: dict[bytes, str] = {}
         loads: dict[bytes, Load] = {}
-        at_once = 0
-        for row in rows:
-            at_once += 1 + len(row.load) // ROW_LOAD_BYTES
-            if at_once >= ROWS_AT_ONCE:
-                at_once = 0
-                await asyncio.sleep(0)
+        async for row in unhurried(rows):
             try:
                 registration = decode_registration(row.registration)
                 remaining_s = row.remaining_ms / 1000 - elapsed_s
@@ -343,6 +364,14 @@ class RedisDirectory:
                     _logger.warning("incarnation %s: %s", row.incarnation.hex(), error)
         self._unreadable, self._loads = unreadable, loads
         return tuple(members)
+
+
+def _load_or_empty(data: bytes) -> Load:
+    """A load report, or an empty one where it can't be read: the poll of the whole table tells of that."""
+    try:
+        return decode_load(data)
+    except UnreadableMember:
+        return Load()
 
 
 def _paired(flat: Any) -> dict[bytes, bytes]:

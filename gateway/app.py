@@ -33,6 +33,7 @@ from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.load_publisher import LoadPublisher
+from gateway.load_reader import LoadReader
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
 from gateway.openai_api import OpenAiApi
@@ -94,6 +95,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             on_gateways=loads.take,
             own_lives=lambda: assumer.own_lives,
         )
+        load_reader = LoadReader(directory, loads, on_error=lambda op: metrics.directory_errors.labels(op).inc())
         publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
         metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
@@ -115,7 +117,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer, recorder)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, load_reader, assumer, recorder)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
