@@ -7,6 +7,7 @@ from directory.redis_directory import RedisDirectory
 from gateway.lookup import ChunkChain, ChunkLookup, group_by_naming
 from gateway.lookup_breaker import FAILURES_MAX
 from tests.directory.conftest import running_valkey
+from tests.directory.wire import StallingWire
 from tests.gateway.views import view
 
 DEADLINE_S = 0.02
@@ -29,6 +30,25 @@ async def test_a_busy_event_loop_never_pauses_lookups() -> None:
             assert (lookup.state, lookup.pauses) == ("ok", 0)
         assert seen <= {None, "gateway_late"}  # an answer that came meanwhile is used, however late it is looked at
         await directory.aclose()
+
+
+async def test_an_answer_that_a_busy_machine_delays_is_waited_for_once_more() -> None:
+    """The wire runs on the same event loop: while that is held, nothing comes from the server either."""
+    with running_valkey() as server:
+        async with StallingWire(server.port) as wire:
+            directory = RedisDirectory.connect(f"redis://127.0.0.1:{wire.port}")
+            lookup = ChunkLookup(directory, time.monotonic)
+            async with asyncio.timeout(20):
+                while not (await lookup.find([chain()], 1.0)).is_known:
+                    pass
+            seen = set()
+            for _ in range(FAILURES_MAX + 1):
+                asked = asyncio.create_task(lookup.find([chain()], DEADLINE_S))
+                await asyncio.sleep(0)
+                asyncio.get_running_loop().call_soon(time.sleep, BUSY_S)
+                seen.add((await asked).degraded)
+            assert None in seen
+            await directory.aclose()
 
 
 def chain() -> ChunkChain:

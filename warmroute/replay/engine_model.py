@@ -84,6 +84,11 @@ class EngineModel:
         self.busy_s = 0.0
         """Seconds of prefill and loading, slowed as they were."""
 
+    @property
+    def tokens(self) -> float:
+        """Tokens that a reply would have by now that had run since the start: replies grow as this does."""
+        return self._tokens
+
     def submit(self, job: Job, now: float) -> Happened:
         """A request arrives, after all before `now` was taken by `advance`."""
         happened = self.advance(now)

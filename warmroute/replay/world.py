@@ -140,7 +140,7 @@ class World:
             self._report_soon(gateway)
         for job in happened.ends:
             gateway, sent = self._sent.pop(job.number)
-            gateway.release(sent)
+            gateway.release(sent, job.tier_tokens.total())
             self._report_soon(gateway)
             self.at(self.now, partial(self.on_end, job))
         for moment, changes in happened.changes:
