@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from directory.members import INCARNATION_BYTES, REMEMBERED_S
+from directory.members import INCARNATION_BYTES, REMEMBERED_S, Load, UnreadableMember, decode_load
 
 ROWS_AT_ONCE, ROW_LOAD_BYTES = 64, 512
 """Rows of the fleet's table that are decoded before the event loop may do something else; a busy gateway's, whose load
@@ -51,6 +51,14 @@ def rows_of(fields: Mapping[bytes, bytes], now_ms: int) -> list[Row]:
             registration, load = fields.get(b"r" + life, b""), fields.get(b"l" + life, b"")
             rows.append(Row(life, registration, load, expires_ms - now_ms, retired_ms > 0))
     return rows
+
+
+def load_or_empty(data: bytes) -> Load:
+    """A load report, or an empty one where it can't be read: the poll of the whole table tells of that."""
+    try:
+        return decode_load(data)
+    except UnreadableMember:
+        return Load()
 
 
 async def unhurried(rows: Sequence[Row]) -> AsyncIterator[Row]:

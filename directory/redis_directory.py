@@ -22,7 +22,7 @@ from directory.errors import (
     RegistrationRefused,
     SchemaMismatch,
 )
-from directory.fleet_table import Row, fields_of, newer_version, rows_of, unhurried
+from directory.fleet_table import Row, fields_of, load_or_empty, newer_version, rows_of, unhurried
 from directory.interface import Batch, Lookup
 from directory.members import (
     TERM_S,
@@ -158,7 +158,7 @@ class RedisDirectory:
         found: list[Member] = []
         loads: dict[bytes, Load] = {}
         async for row in unhurried(rows):
-            loads[row.load] = loads.get(row.load) or self._refreshed_loads.get(row.load) or _load_or_empty(row.load)
+            loads[row.load] = loads.get(row.load) or self._refreshed_loads.get(row.load) or load_or_empty(row.load)
             member = replace(known[row.incarnation], load=loads[row.load], retired=row.retired)
             found.append(replace(member, remaining_s=row.remaining_ms / 1000 - elapsed_s))
         self._refreshed_loads = loads
@@ -370,14 +370,6 @@ class RedisDirectory:
                     _logger.warning("incarnation %s: %s", row.incarnation.hex(), error)
         self._unreadable, self._loads = unreadable, loads
         return tuple(members)
-
-
-def _load_or_empty(data: bytes) -> Load:
-    """A load report, or an empty one where it can't be read: the poll of the whole table tells of that."""
-    try:
-        return decode_load(data)
-    except UnreadableMember:
-        return Load()
 
 
 def _paired(flat: Any) -> dict[bytes, bytes]:

@@ -98,8 +98,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             hardware=config.hardware.tables(),
             own_lives=lambda: assumer.own_lives,
         )
-        load_reader = LoadReader(directory, loads, on_error=lambda op: metrics.directory_errors.labels(op).inc())
-        publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
+        publisher, load_reader, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
         _register_gauges(metrics, fleet, loads, watch)
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
@@ -174,7 +173,7 @@ def _publishers(
     assumed: AssumedPlacements,
     fleet: Fleet,
     metrics: GatewayMetrics,
-) -> tuple[LoadPublisher, AssumedPublisher]:
+) -> tuple[LoadPublisher, LoadReader, AssumedPublisher]:
     listen = config.listen
     name = GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
 
@@ -182,7 +181,8 @@ def _publishers(
         metrics.directory_errors.labels(op).inc()
 
     loads_told = LoadPublisher(directory, name, ledger, loads, time.monotonic, on_error=count)
-    return loads_told, AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
+    assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
+    return loads_told, LoadReader(directory, loads, on_error=count), assumer
 
 
 def _freeze() -> None:

