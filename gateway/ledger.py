@@ -90,7 +90,8 @@ class _Queue:
 class Ledger:
     """Books, and answers what is ahead of a request. `clock` gives monotonic seconds.
 
-    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released.
+    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released;
+    `on_change` hears of each.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -99,6 +100,7 @@ class Ledger:
         self._recent: dict[str, tuple[float, float]] = {}
         self._freed: dict[str, float] = {}
         self.changes = 0
+        self.on_change: Callable[[], None] = lambda: None
 
     def book(
         self,
@@ -229,6 +231,7 @@ class Ledger:
         queue.running += opened
         queue.account = None
         self.changes += 1
+        self.on_change()
 
     def _remember(self, engine: str, service_s: float, now: float) -> None:
         recent_s = self.recent_s(engine) + service_s
