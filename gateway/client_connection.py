@@ -8,10 +8,12 @@ its answer for `stalled_timeout_s` counts as gone: its engine would wait with it
 import asyncio
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, RequestTimeout
 
+OUTFLOW = "warmroute.outflow"
+"""The name of an `Outflow` among the extensions of a request's scope."""
 HEAD_BYTES_MAX = 128 * 1024
 """Checked after each read, so the last read may exceed it."""
 
@@ -75,7 +77,11 @@ class ClientConnection(HttpToolsProtocol):
         """A request's head is there."""
         self._is_in_head = False
         self._forget_deadline()
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:  # its task begins later
+            extensions: dict[str, Any] = {OUTFLOW: Outflow(self.cycle)}
+            self.cycle.scope["extensions"] = extensions
 
     def send_400_response(self, msg: str) -> None:
         """What came isn't HTTP."""
@@ -110,6 +116,26 @@ class ClientConnection(HttpToolsProtocol):
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+class Outflow:
+    """A shorter way for the pieces of one answer than ASGI's: it never waits, and costs a fifth."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def push(self, piece: bytes) -> bool:
+        """Send a piece of a body that is sent in chunks; false, and nothing is sent, where ASGI's way must be taken.
+
+        That is before the head was sent, while the client is behind, and when it has gone.
+        """
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
 
 class StallWatch:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from gateway.client_connection import OUTFLOW, Outflow
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.error_shapes import bug_answer, error_answer
@@ -44,8 +45,8 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 class AsgiSink:
     """The client's end of an answer. Adds the request id; sends each piece at once."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send, self.request_id = send, request_id
+    def __init__(self, send: Send, request_id: bytes, outflow: Outflow | None) -> None:
+        self._send, self.request_id, self._outflow = send, request_id, outflow
         self.status: int | None = None
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -58,6 +59,10 @@ class AsgiSink:
     async def write(self, piece: bytes) -> None:
         """See `Sink`."""
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def push(self, piece: bytes) -> bool:
+        """See `Sink`."""
+        return self._outflow is not None and self._outflow.push(piece)
 
     async def finish(self) -> None:
         """See `Sink`."""
@@ -89,7 +94,7 @@ class OpenAiApi:
         if scope["type"] != "http":
             return
         headers: Headers = scope["headers"]
-        sink = AsgiSink(send, _request_id(headers))
+        sink = AsgiSink(send, _request_id(headers), scope.get("extensions", {}).get(OUTFLOW))
         path, method = scope["path"], scope["method"]
         stored = read_path(path)
         methods = stored.methods if stored else _methods(path)
