@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from directory.tiers import Tier
 
+TOKENS_MAX = 2**24
+"""No prompt is longer; where a break-even is looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -56,9 +59,14 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: i
 
 def prefill_s(shape: ModelShape, rates: Rates, prompt_tokens: int, hit_tokens: int = 0) -> float:
     """Seconds to compute the tokens of a prompt after its first `hit_tokens`."""
+    return prefill_flop(shape, prompt_tokens, hit_tokens) / rates.flops
+
+
+def prefill_flop(shape: ModelShape, prompt_tokens: int, hit_tokens: int = 0) -> float:
+    """Floating-point operations to compute the tokens of a prompt after its first `hit_tokens`."""
     linear = 2 * shape.parameters * (prompt_tokens - hit_tokens)
     attention = 2 * shape.layers * shape.d_model * (prompt_tokens**2 - hit_tokens**2)
-    return (linear + attention) / rates.flops
+    return linear + attention
 
 
 def tier_load_s(shape: ModelShape, rates: Rates, tier: Tier, tokens: int) -> float:
@@ -66,6 +74,25 @@ def tier_load_s(shape: ModelShape, rates: Rates, tier: Tier, tokens: int) -> flo
     if not tokens or tier not in rates.bytes_per_s:
         return 0.0
     return tokens * shape.kv_bytes_per_token / rates.bytes_per_s[tier] + rates.fixed_s.get(tier, 0.0)
+
+
+def break_even_tokens(shape: ModelShape, rates: Rates, tier: Tier) -> int | None:
+    """The fewest tokens, from a prompt's start, that are loaded from `tier` no later than they are computed.
+
+    `None` where computing is quicker however many they are, up to `TOKENS_MAX`. Attention makes a token dearer the
+    later it comes, so beyond this length loading stays the better choice.
+    """
+
+    def saved_s(tokens: int) -> float:
+        return prefill_s(shape, rates, tokens) - tier_load_s(shape, rates, tier, tokens)
+
+    if saved_s(TOKENS_MAX) < 0:
+        return None
+    low, high = 0, TOKENS_MAX
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if saved_s(middle) >= 0 else (middle, high)
+    return high
 
 
 def best_cut(shape: ModelShape, rates: Rates, prompt_tokens: int, chunk_tokens: int, tiers: Sequence[Tier]) -> HitCut:

@@ -1,6 +1,7 @@
 """The admin API on its own port: the fleet as JSON, probes, metrics. FastAPI describes it at `/openapi.json`."""
 
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -8,6 +9,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from directory.costs import Rates, break_even_tokens
 from directory.members import GatewayRegistration, HostRegistration, Member, encode_registration
 from gateway.completion import Completion
 from gateway.encoding_report import EncodingReport
@@ -20,6 +22,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.openai_api import is_ready
 from gateway.openai_schema import CHAT, COMPLETIONS, ENDPOINTS, RERANK, RESPONSES, SCORE, parse_request
 from gateway.parity.parity import Parity
+from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Incoming, Prepared
 from gateway.routing.query import RoutingDecision, Score
 from gateway.shared_load import EngineLoads
@@ -36,6 +39,7 @@ def create_admin_api(
     probe: IdsProbe,
     loads: EngineLoads,
     publisher: LoadPublisher,
+    watch: PrefillWatch,
     parity: Parity,
     metrics: GatewayMetrics,
     is_draining: Any,
@@ -66,7 +70,7 @@ def create_admin_api(
     @api.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
         """Hosts and engines: state, tiers, what is booked, how each is encoded, with which files; how fresh that is."""
-        return _fleet_rows(fleet, lookup, loads, encoding, probe) | {
+        return _fleet_rows(fleet, lookup, loads, watch, encoding, probe) | {
             "parity": parity.rows(),
             "reports": publisher.state,
             "other_gateways": [_gateway_row(member) for member in loads.gateways],
@@ -95,15 +99,21 @@ def _add_explanation(api: FastAPI, completion: Completion, fleet: Fleet, body_by
 
 
 def _fleet_rows(
-    fleet: Fleet, lookup: ChunkLookup, loads: EngineLoads, encoding: EncodingReport, probe: IdsProbe
+    fleet: Fleet,
+    lookup: ChunkLookup,
+    loads: EngineLoads,
+    watch: PrefillWatch,
+    encoding: EncodingReport,
+    probe: IdsProbe,
 ) -> dict[str, Any]:
     table = fleet.table
+    views = [view for _, view in sorted(table.engines.items())]
     return {
         "version": version("warmroute"),
         "unix_time_s": time.time(),
         **_directory_row(fleet, lookup),
         "hosts": [_host_row(name, member) for name, member in sorted(table.hosts.items())],
-        "engines": [_engine_row(view, fleet, loads, encoding, probe) for _, view in sorted(table.engines.items())],
+        "engines": [_engine_row(view, fleet, loads, encoding, probe) | _rate_row(view, watch) for view in views],
         "model_files": encoding.of_files(table.engines.values()),
     }
 
@@ -218,7 +228,6 @@ def _engine_row(
         "booked_seconds": round(own.wait_s, 4),
         "others_inflight_requests": others.running,
         "others_booked_seconds": round(others.wait_s, 4),
-        "flops": view.rates.flops if view.rates else None,
     }
     if registration is not None:
         row |= {
@@ -228,3 +237,27 @@ def _engine_row(
             "registration": orjson.loads(encode_registration(registration)),
         }
     return row
+
+
+def _rate_row(view: EngineView, watch: PrefillWatch) -> dict[str, Any]:
+    """How fast the engine is: as it registered, as its first tokens show, and how far expectations were off."""
+    report = watch.report(view)
+    rates = view.rates or Rates(0.0)
+    row: dict[str, Any] = {
+        "flops": report.flops,
+        "flops_registered": view.rates.flops if view.rates else None,
+        "flops_correction": round(report.correction, 3),
+        "flops_samples": round(report.samples, 1),
+        "ttft_error_factor": _rounded(report.error_factor),
+        "ttft_took_over_expected": _rounded(report.took_over_expected),
+    }
+    if report.flops is not None:
+        corrected = replace(rates, flops=report.flops)
+        row["break_even_tokens"] = {
+            tier.label: break_even_tokens(view.shape, corrected, tier) for tier in rates.bytes_per_s
+        }
+    return row
+
+
+def _rounded(factor: float | None) -> float | None:
+    return None if factor is None else round(factor, 3)

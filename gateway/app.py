@@ -34,13 +34,15 @@ from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
-from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge
+from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge, RateGauges
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
+from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
 from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
@@ -78,7 +80,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
-        loads = EngineLoads(ledger, clock)
+        loads, watch = EngineLoads(ledger, clock), PrefillWatch(ObservedRates(clock), metrics)
         encoders, local_models, self_checks = _encoders(config, control, metrics)
         stack.callback(encoders.close)
         probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
@@ -86,29 +88,30 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             directory,
             HealthCheck(control),
             clock,
-            on_change=lambda table: _tell(table, encoders, local_models, probe, sent),
+            on_change=lambda table: _tell(table, encoders, local_models, probe, sent, watch),
             static=config.engines,
             on_name_taken=metrics.degraded.labels("name_taken").inc,
             on_unread=metrics.directory_errors.labels("members").inc,
             files_of=local_models.files_of,
             on_gateways=loads.take,
+            hardware=config.hardware.tables(),
             own_lives=lambda: assumer.own_lives,
         )
         publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
-        metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
+        _register_gauges(metrics, fleet, loads, watch)
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
         parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
         homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
-        dispatcher = Dispatcher(POLICIES[config.routing.policy](), ledger, loads, sent, prefetcher, metrics, clock)
-        recorder = TraceRecorder(config.trace.file, config.trace.mb * 2**20, clock)
+        policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock)
+        dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
         completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
         limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
         admin_app = create_admin_api(
-            completion, fleet, lookup, report, probe, loads, publisher, parity, metrics, stop.is_set, limit
+            completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, stop.is_set, limit
         )
         admin = _server(admin_app, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -232,10 +235,22 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _tell(table: FleetTable, encoders: Encoders, local_models: LocalModels, probe: IdsProbe, sent: SentPrompts) -> None:
+def _tell(
+    table: FleetTable,
+    encoders: Encoders,
+    local_models: LocalModels,
+    probe: IdsProbe,
+    sent: SentPrompts,
+    watch: PrefillWatch,
+) -> None:
     encoders.want([*_wanted(table), *local_models.wanted()])
     probe.see(table)
     sent.keep(table)
+    watch.see(table)
+
+
+def _recorder(config: GatewayConfig, clock: Callable[[], float]) -> TraceRecorder:
+    return TraceRecorder(config.trace.file, config.trace.mb * 2**20, clock)
 
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
@@ -248,6 +263,11 @@ def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:
     """Of engines with an agent, which may be away."""
     views = [view for view in table.engines.values() if view.registration is not None]
     return [(files, view.agent_url) for view in views if (files := view.files) is not None]
+
+
+def _register_gauges(metrics: GatewayMetrics, fleet: Fleet, loads: EngineLoads, watch: PrefillWatch) -> None:
+    metrics.registry.register(EngineGauges(lambda: _engine_loads(fleet, loads)))
+    metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
 
 
 def _engine_loads(fleet: Fleet, loads: EngineLoads) -> list[tuple[str, EngineLoad, EngineLoad]]:

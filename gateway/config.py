@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from directory.hardware import ACCELERATORS, MODELS, Accelerator, Hardware, ModelSpec
 from directory.redis_schema import KEY_PREFIX, KEY_PREFIX_PATTERN
 from directory.server_url import URL_FORMS
 
@@ -140,6 +141,17 @@ class EngineConfig(Section):
     url: str = Field(description="Base URL without /v1, such as http://10.0.0.5:8000.")
     name: str | None = Field(None, description="Its name in metrics and headers; its host and port if left out.")
     models: tuple[str, ...] = Field((), description="Model ids it serves; asked for at /v1/models if left out.")
+    shape: str | None = Field(
+        None,
+        description="Its model's name in the table of hardware, such as llama-3.1-8b, or in `hardware.models`; found "
+        "by the models it serves if left out.",
+    )
+    accelerator: str | None = Field(
+        None,
+        description="Its accelerators' name in the table of hardware, such as h100, or in `hardware.accelerators`; if "
+        "left out, its speed is learned from its first tokens alone.",
+    )
+    devices: int = Field(1, ge=1, le=4096, description="How many accelerators it has.")
     api_key: SecretStr | None = Field(None, description="Sent to it as a bearer token, instead of the client's.")
     tokenizer: str | None = Field(
         None,
@@ -216,6 +228,57 @@ class TraceConfig(Section):
     mb: int = Field(256, ge=1, le=65_536, description="Megabytes (MiB) at which the record ends.")
 
 
+class ModelConfig(Section):
+    """A model that isn't in the table of hardware; all of this is in its `config.json`, but for the counts."""
+
+    name: str = Field(min_length=1, description="What `engines.shape` names, or what the served model ids begin with.")
+    parameters: float = Field(gt=0, le=1e15, description="Its parameters, such as 8.03e9.")
+    active_parameters: float | None = Field(
+        None, gt=0, le=1e15, description="Of a mixture of experts, those that compute a token; all if left out."
+    )
+    layers: int = Field(ge=1, le=10_000, description="num_hidden_layers.")
+    d_model: int = Field(ge=1, le=10**6, description="hidden_size.")
+    kv_heads: int = Field(ge=1, le=10_000, description="num_key_value_heads.")
+    head_dim: int = Field(ge=1, le=100_000, description="head_dim, or hidden_size by num_attention_heads.")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        active, values = self.active_parameters or self.parameters, 2 * self.kv_heads * self.head_dim
+        return ModelSpec(self.parameters, active, self.layers, self.d_model, values)
+
+
+class AcceleratorConfig(Section):
+    """An accelerator that isn't in the table of hardware."""
+
+    name: str = Field(min_length=1, description="What `engines.accelerator` names.")
+    tflops: float = Field(
+        gt=0, le=1e6, description="10^12 FLOP/s of dense 16-bit matrices, as published; prefills get 0.4 of it."
+    )
+
+    @property
+    def device(self) -> Accelerator:
+        """The accelerator."""
+        return Accelerator(self.tflops * 1e12, self.tflops * 1e12)
+
+
+class HardwareConfig(Section):
+    """What is added to the table of hardware (`directory/hardware.py`)."""
+
+    models: tuple[ModelConfig, ...] = Field(
+        (), description=f"Models that aren't in the table, which holds {', '.join(MODELS)}."
+    )
+    accelerators: tuple[AcceleratorConfig, ...] = Field(
+        (), description=f"Accelerators that aren't in the table, which holds {', '.join(ACCELERATORS)}."
+    )
+
+    def tables(self) -> Hardware:
+        """The table with what is added."""
+        return Hardware(
+            {model.name: model.spec for model in self.models}, {each.name: each.device for each in self.accelerators}
+        )
+
+
 class GatewayConfig(Section):
     """One gateway."""
 
@@ -227,6 +290,7 @@ class GatewayConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     trace: TraceConfig = TraceConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
+    hardware: HardwareConfig = HardwareConfig()
     files_folder: Path = Field(
         default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."
     )
@@ -240,3 +304,13 @@ class GatewayConfig(Section):
             if names.count(name) > 1:
                 raise ValueError(f"two engines are named {name!r}; give each a name of its own")
         return engines
+
+    @model_validator(mode="after")
+    def _hardware_is_known(self) -> Self:
+        tables = self.hardware.tables()
+        for engine in self.engines:
+            if engine.shape is not None:
+                tables.model(engine.shape)
+            if engine.accelerator is not None:
+                tables.accelerator(engine.accelerator)
+        return self

@@ -9,6 +9,7 @@ from gateway.fleet import EngineView
 from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Hint, Prefetcher, Wish, hint_for
+from gateway.prefill_watch import PrefillWatch, WatchedPrefill
 from gateway.preparation import Prepared
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
@@ -28,6 +29,7 @@ class Dispatch:
     booking: Booking
     ledger: Ledger
     prompt: SentPrompt
+    prefill: WatchedPrefill
     wish: Wish | None
     prefetcher: Prefetcher
 
@@ -35,16 +37,19 @@ class Dispatch:
         """Its prefill is done, or else it was refused (not `is_computed`); repeating it changes nothing."""
         self.ledger.first_byte(self.booking)
         self.prompt.first_byte(is_computed)
+        self.prefill.first_byte(is_computed)
         self._release_wish()
 
     def note_usage(self, usage: Usage | None) -> None:
         """What the engine reports at the end of a good answer."""
         self.prompt.note_usage(usage)
+        self.prefill.note_usage(usage)
 
     def release(self) -> None:
         """It is over; repeating it changes nothing. What was asked for or expected and never came is taken back."""
         self.ledger.release(self.booking)
         self.prompt.release()
+        self.prefill.release()
         self._release_wish()
 
     def _release_wish(self) -> None:
@@ -61,11 +66,13 @@ class Dispatcher:
         ledger: Ledger,
         loads: EngineLoads,
         sent: SentPrompts,
+        watch: PrefillWatch,
         prefetcher: Prefetcher,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._policy, self._ledger, self._loads, self._sent, self._prefetcher = policy, ledger, loads, sent, prefetcher
+        self._policy, self._ledger, self._loads, self._sent, self._watch = policy, ledger, loads, sent, watch
+        self._prefetcher = prefetcher
         self._metrics, self._clock = metrics, clock
         self._probed: dict[tuple[str, str], float] = {}
 
@@ -91,6 +98,8 @@ class Dispatcher:
         wish = self._prefetcher.send(hint or self._probe(prepared, view, known))
         prompt = self._sent.send(view, keys, known, score.expected_ttft_s)
         prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
+        others_prefills = self._loads.of_others(view.engine).prefills
+        prefill = self._watch.send(view, prepared, score, is_streamed, others_prefills)
         booking = self._ledger.book(
             view.engine,
             score.service_s,
@@ -99,7 +108,7 @@ class Dispatcher:
             prompt_tokens=prompt_tokens,
             ahead_s=self._loads.ahead_s(view.engine),
         )
-        return Dispatch(booking, self._ledger, prompt, wish, self._prefetcher)
+        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher)
 
     def _known(self, prepared: Prepared, view: EngineView) -> KnownMatch:
         holders = prepared.holders
@@ -110,7 +119,7 @@ class Dispatcher:
         return Candidate(
             engine=view.engine,
             shape=view.shape,
-            rates=view.rates,
+            rates=self._watch.rates_of(view),
             chunk_tokens=view.chunk_tokens,
             match=known.match,
             wait_s=load.wait_s,

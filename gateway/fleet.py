@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError
+from directory.hardware import Hardware
 from directory.interface import DirectoryReader
 from directory.members import (
     POLL_INTERVAL_S,
@@ -19,14 +20,13 @@ from directory.members import (
     GatewayRegistration,
     HostRegistration,
     Member,
-    name_of,
-    place_of,
 )
 from directory.placements import Reach
 from gateway.belief import Belief
 from gateway.config import EngineConfig
 from gateway.encoding.model_files import ModelFiles, registered_files
 from gateway.health import HealthCheck, Target
+from gateway.places import assumed_of, hosts_among, is_same_place, lives_by_place, member_name, member_place
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class EngineView:
     """What its `gpu` tier is said to hold; 0 as well where nothing is said of it."""
     configured_files: ModelFiles | None = None
     listed_context: int | None = None
+    known_shape: ModelShape | None = None
+    """Of an engine without an agent: its model's, where it is in the table of hardware."""
     peer_address: str | None = None
     """Where other hosts' agents fetch its host's chunks."""
     peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class EngineView:
     @property
     def shape(self) -> ModelShape:
         """What its model's arithmetic depends on."""
-        return UNKNOWN_SHAPE if self.registration is None else self.registration.shape
+        return (self.known_shape or UNKNOWN_SHAPE) if self.registration is None else self.registration.shape
 
     @property
     def chunk_tokens(self) -> int:
@@ -141,16 +143,18 @@ class Fleet:
         on_name_taken: Callable[[], None] = lambda: None,
         on_unread: Callable[[], None] = lambda: None,
         files_of: Callable[[str], ModelFiles | None] = lambda engine: None,
+        hardware: Hardware | None = None,
         on_gateways: Callable[[Sequence[Member]], None] = lambda gateways: None,
         own_lives: Callable[[], Collection[bytes]] = tuple,
     ) -> None:
-        self._files_of, self._on_gateways, self._own_lives = files_of, on_gateways, own_lives
+        self._hardware, self._files_of, self._on_gateways = hardware or Hardware(), files_of, on_gateways
+        self._own_lives = own_lives
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
         self._on_name_taken, self._on_unread = on_name_taken, on_unread
         self._taken: set[tuple[str, str]] = set()
         self._watchers: dict[str, set[Callable[[], None]]] = {}
-        self._static = {each.engine: _static_view(each) for each in static}
+        self._static = {each.engine: _static_view(each, self._hardware) for each in static}
         self._table = FleetTable(dict(self._static), {})
         self.directory_state = "not read yet"
         self.directory_full_for: tuple[str, ...] = ()
@@ -212,13 +216,13 @@ class Fleet:
             return
         self._read_at = sent_at
         gateways = [row for row in rows if isinstance(row.registration, GatewayRegistration)]
-        self._on_gateways([row for row in gateways if not _assumed_of(row)[0]])
+        self._on_gateways([row for row in gateways if not assumed_of(row)[0]])
         members = [row for row in rows if not isinstance(row.registration, GatewayRegistration)]
-        self._believe([*members, *(row for row in gateways if _assumed_of(row)[0])])
+        self._believe([*members, *(row for row in gateways if assumed_of(row)[0])])
         self._note_full(members)
         incumbents = {engine: view.url for engine, view in self._table.engines.items()}
-        incumbents |= {host: _place(member) for host, member in self._table.hosts.items()}
-        hosts = self._chosen(_hosts(members), incumbents)
+        incumbents |= {host: member_place(member) for host, member in self._table.hosts.items()}
+        hosts = self._chosen(hosts_among(members), incumbents)
         engines = self._static_views(gateways)
         engines |= {view.engine: view for view in self._views(members, hosts, incumbents)}
         for engine, view in self._table.engines.items():
@@ -241,10 +245,12 @@ class Fleet:
                 view = replace(view, state=health.state, models=(*own, *adapters), adapters=adapters)
                 engines[engine] = view
                 if view.registration is None:
+                    models = health.models or view.models
                     engines[engine] = replace(
                         view,
                         adapters=health.adapters,
-                        models=health.models or view.models,
+                        models=models,
+                        known_shape=self._static[engine].known_shape or self._hardware.shape_served(models),
                         configured_files=self._files_of(engine),
                         listed_context=health.context_tokens,
                     )
@@ -290,7 +296,7 @@ class Fleet:
 
     def _note_full(self, members: Sequence[Member]) -> None:
         was_full = bool(self.directory_full_for)
-        refused = {_name(member) for member in members if member.is_live and member.load.is_directory_full}
+        refused = {member_name(member) for member in members if member.is_live and member.load.is_directory_full}
         self.directory_full_for = tuple(sorted(refused))
         if refused and not was_full:
             logger.warning("the directory is full: placements of %s, and maybe of others, aren't taken", min(refused))
@@ -317,14 +323,14 @@ class Fleet:
         now = self._clock()
         believed = self._belief.lives(now)
         self._belief_changes_at = self._belief.changes_at(now)
-        engine_lives, host_lives = _lives_by_place(engines), _lives_by_place(_hosts(members))
+        engine_lives, host_lives = lives_by_place(engines), lives_by_place(hosts_among(members))
         views = []
         for name, member in self._chosen(engines, incumbents).items():
             registration = member.registration
             assert isinstance(registration, EngineRegistration)
             host = hosts.get(registration.host)
-            own = engine_lives[name, _place(member)]
-            of_host = host_lives[_name(host), _place(host)] if host else frozenset()
+            own = engine_lives[name, member_place(member)]
+            of_host = host_lives[member_name(host), member_place(host)] if host else frozenset()
             of_agent = host.registration if host and isinstance(host.registration, HostRegistration) else None
             before = self._table.engines.get(name)
             is_same = before is not None and before.url == registration.url
@@ -354,7 +360,7 @@ class Fleet:
         lives: dict[tuple[str, str], set[bytes]] = {}
         for member in gateways:
             if member.incarnation in believed:
-                lives.setdefault(_assumed_of(member), set()).add(member.incarnation)
+                lives.setdefault(assumed_of(member), set()).add(member.incarnation)
         views = {}
         for name, static in self._static.items():
             view = self._table.engines.get(name, static)
@@ -371,22 +377,25 @@ class Fleet:
         """
         chosen: dict[str, Member] = {}
         for member in members:
-            name = _name(member)
+            name = member_name(member)
             held = chosen.get(name)
             if held is None or self._rank(member, incumbents) > self._rank(held, incumbents):
                 held, chosen[name] = member, member
             for one in (held, member):
-                is_other = one.is_live and chosen[name].is_live and not _is_same_place(one, chosen[name])
-                if is_other and (name, _place(one)) not in self._taken:
-                    self._taken.add((name, _place(one)))
+                is_other = one.is_live and chosen[name].is_live and not is_same_place(one, chosen[name])
+                if is_other and (name, member_place(one)) not in self._taken:
+                    self._taken.add((name, member_place(one)))
                     self._on_name_taken()
                     logger.error(
-                        "the name %s is taken: %s is left out, %s is kept", name, _place(one), _place(chosen[name])
+                        "the name %s is taken: %s is left out, %s is kept",
+                        name,
+                        member_place(one),
+                        member_place(chosen[name]),
                     )
         return chosen
 
     def _rank(self, member: Member, incumbents: Mapping[str, str]) -> tuple[bool, bool, bool, float]:
-        is_incumbent = incumbents.get(_name(member)) == _place(member)
+        is_incumbent = incumbents.get(member_name(member)) == member_place(member)
         return member.is_live, not member.retired, is_incumbent, member.remaining_s
 
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
@@ -402,40 +411,19 @@ class Fleet:
         self._on_change(self._table)
 
 
-def _static_view(engine: EngineConfig) -> EngineView:
-    key = engine.api_key.get_secret_value() if engine.api_key else None
-    return EngineView(engine.engine, engine.url, engine.models, None, "", _nothing(engine.engine), None, api_key=key)
-
-
-def _assumed_of(gateway: Member) -> tuple[str, str]:
-    """The engine's name and URL whose placements this life of a gateway's assumes; empty for a gateway's own life."""
-    registration = gateway.registration
-    assert isinstance(registration, GatewayRegistration)
-    return registration.engine, registration.engine_url
-
-
-def _hosts(members: Sequence[Member]) -> list[Member]:
-    return [member for member in members if isinstance(member.registration, HostRegistration)]
-
-
-def _name(member: Member) -> str:
-    return name_of(member.registration)
-
-
-def _place(member: Member) -> str:
-    return place_of(member.registration)
-
-
-def _lives_by_place(members: Sequence[Member]) -> dict[tuple[str, str], frozenset[bytes]]:
-    """The lives at each (name, place), in one pass: fleets have a thousand hosts."""
-    lives: dict[tuple[str, str], set[bytes]] = {}
-    for member in members:
-        lives.setdefault((_name(member), _place(member)), set()).add(member.incarnation)
-    return {place: frozenset(found) for place, found in lives.items()}
-
-
-def _is_same_place(one: Member, other: Member) -> bool:
-    return (_name(one), _place(one)) == (_name(other), _place(other))
+def _static_view(engine: EngineConfig, hardware: Hardware) -> EngineView:
+    device = None if engine.accelerator is None else hardware.accelerator(engine.accelerator)
+    return EngineView(
+        engine.engine,
+        engine.url,
+        engine.models,
+        None,
+        "",
+        _nothing(engine.engine),
+        rates=None if device is None else Rates(device.useful_flops(engine.devices)),
+        api_key=engine.api_key.get_secret_value() if engine.api_key else None,
+        known_shape=None if engine.shape is None else hardware.model(engine.shape).shape(),
+    )
 
 
 def _nothing(engine: str) -> Reach:

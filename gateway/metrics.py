@@ -7,9 +7,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.rates import RateReport
 from gateway.shared_load import EngineLoad
 
 _TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100)
+_ERROR_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
 _STAGE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 FILE_STATES = ("loading", "exact", "ids", "failed")
 _TOKEN_BUCKETS = (0, 1, 16, 64, 256, 512, 1024, 4096, 16384)
@@ -31,6 +33,12 @@ class GatewayMetrics:
             "Seconds from a streamed request's arrival to its first byte, by what was expected of the cache.",
             ["model", "cache"],
             buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.ttft_error = Histogram(
+            "warmroute_ttft_estimate_error_ratio",
+            "Seconds from sending a streamed request to its first token, over what was expected: 1 is exact.",
+            buckets=_ERROR_BUCKETS,
             registry=registry,
         )
         self.routing = Histogram(
@@ -175,6 +183,38 @@ class EngineGauges(Collector):
 
 def _engine_gauge(name: str, says: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"warmroute_{name}", says, labels=["engine"])
+
+
+class RateGauges(Collector):
+    """What is known of engines' rates, read at scrape time; an engine's series go when it goes."""
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, RateReport]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """See `prometheus_client`."""
+        flops = GaugeMetricFamily(
+            "warmroute_engine_flops", "Useful FLOP/s of prefill that an engine is expected to have.", labels=["engine"]
+        )
+        correction = GaugeMetricFamily(
+            "warmroute_engine_rate_correction",
+            "How many times the registered rate an engine's first tokens show; 1 where too few were seen.",
+            labels=["engine"],
+        )
+        error = GaugeMetricFamily(
+            "warmroute_engine_ttft_error_factor",
+            "The factor by which half of the last expectations of an engine's time to first token were off, at most.",
+            labels=["engine"],
+        )
+        for engine, report in self._read():
+            correction.add_metric([engine], report.correction)
+            if report.flops is not None:
+                flops.add_metric([engine], report.flops)
+            if report.error_factor is not None:
+                error.add_metric([engine], report.error_factor)
+        yield flops
+        yield correction
+        yield error
 
 
 class ModelFilesGauge(Collector):

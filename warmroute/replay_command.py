@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from directory.hardware import UnknownHardware
 from gateway.routing.policies import POLICIES
 from nodeagent.tiers.write_policy import WRITE_POLICIES
-from warmroute.replay.hardware import MODELS, FleetPlan, Imperfection, TierBlocks
+from warmroute.replay.hardware import FleetPlan, Imperfection, TierBlocks, model_named
 from warmroute.replay.plot import Curve, PlotError, check_plot, draw
 from warmroute.replay.report import report, table
 from warmroute.replay.simulation import replay
@@ -17,6 +18,7 @@ from warmroute.replay.trace import TracedRequest, TraceError, from_zero, read_tr
 
 NODES_MAX = 4096
 GATEWAYS_MAX = 256
+DEVICES_MAX = 4096
 BLOCKS_MAX = 10**8
 TIERS_DEFAULT, FLAWS_DEFAULT, PLAN_DEFAULT = TierBlocks(), Imperfection(), FleetPlan(nodes=4)
 
@@ -33,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "spread arrivals over S seconds of the trace, where its clock ticks coarsely (Mooncake's: 3; default 0)"
     add("--tick", type=_number("the tick"), default=0.0, metavar="S", help=text)
     add("--half", choices=("all", "first", "second"), default="all", help="tune on the first, report on the second")
-    add("--model", choices=MODELS, default="8b", help="the model's shape and its accelerators (default 8b)")
+    text = "8b or 70b (Llama 3's, on one or eight H100), or a name of the hardware table (default 8b)"
+    add("--model", default="8b", metavar="NAME", help=text)
+    text = "of a model from the table: its accelerators (default h100)"
+    add("--accelerator", default="h100", metavar="NAME", help=text)
+    devices = _whole("devices", 1, DEVICES_MAX)
+    add("--devices", type=devices, default=1, metavar="N", help="of a model from the table: how many (default 1)")
     for tier, least in (("gpu", 1), ("dram", 0), ("nvme", 0)):
         blocks = getattr(TIERS_DEFAULT, tier)
         check = _whole(f"{tier} blocks", least, BLOCKS_MAX)
@@ -54,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rate = PLAN_DEFAULT.peer_bytes_per_s / 1e9
     text = f"GB/s that a host takes from its peers (default {rate:g})"
     add("--peer-rate", type=_number("the peers' rate", above=0), default=rate, metavar="X", help=text)
+    text = "engines' registered rates are believed, whatever their first tokens show"
+    add("--uncorrected", action="store_true", help=text)
     add(
         "--prefill-chunk",
         type=_whole("the chunk", 16, BLOCKS_MAX),
@@ -72,14 +81,15 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         requests = _requests(options)
         policies = _policies(options)
+        model = model_named(options.model, options.accelerator, options.devices)
         if options.plot is not None:
             check_plot(options.plot)
-    except (TraceError, PlotError, OSError, UnicodeDecodeError) as error:
+    except (TraceError, PlotError, OSError, UnicodeDecodeError, UnknownHardware) as error:
         print(f"warmroute replay: {error}", file=sys.stderr)
         return 2
     plan = FleetPlan(
         nodes=options.nodes,
-        model=MODELS[options.model],
+        model=model,
         blocks=TierBlocks(options.gpu_blocks, options.dram_blocks, options.nvme_blocks),
         imperfection=replace(
             FLAWS_DEFAULT,
@@ -91,6 +101,7 @@ def run_command(options: argparse.Namespace) -> int:
         write_policy=options.write_policy,
         gateways=options.gateways,
         peers=options.peers,
+        corrects_rates=not options.uncorrected,
         peer_bytes_per_s=options.peer_rate * 1e9,
     )
     curves = []

@@ -1,10 +1,19 @@
 """The arithmetic of loading and recomputing."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from directory.costs import HitCut, ModelShape, Rates, best_cut, prefill_s, tier_load_s
+from directory.costs import (
+    TOKENS_MAX,
+    HitCut,
+    ModelShape,
+    Rates,
+    best_cut,
+    break_even_tokens,
+    prefill_s,
+    tier_load_s,
+)
 from directory.tiers import Tier
 
 SHAPES = st.builds(
@@ -50,7 +59,23 @@ def test_loading_nothing_costs_nothing(shape: ModelShape, rates: Rates) -> None:
     assert [tier_load_s(shape, rates, tier, 0) for tier in Tier] == [0.0] * len(Tier)
 
 
+@given(shape=SHAPES, rates=RATES, tier=st.sampled_from(list(Tier)), tokens=st.integers(1, TOKENS_MAX))
+def test_from_the_break_even_on_and_only_from_there_loading_is_no_slower(
+    shape: ModelShape, rates: Rates, tier: Tier, tokens: int
+) -> None:
+    even = break_even_tokens(shape, rates, tier)
+    computed, loaded = prefill_s(shape, rates, tokens), tier_load_s(shape, rates, tier, tokens)
+    assume(abs(loaded - computed) > 1e-9 * computed)  # where they are alike, rounding decides
+    assert loaded <= computed if even is not None and tokens >= even else loaded > computed
+
+
 SHAPE = ModelShape(8e9, 32, 4096, 131072)
+
+
+def test_a_hopelessly_slow_tier_never_breaks_even_and_gpu_memory_does_at_once() -> None:
+    rates = Rates(4e14, {Tier.NVME: 1.0})
+    assert break_even_tokens(SHAPE, rates, Tier.NVME) is None
+    assert break_even_tokens(SHAPE, rates, Tier.GPU) == 1
 
 
 def test_gpu_memory_is_used_in_place() -> None:

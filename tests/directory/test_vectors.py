@@ -8,7 +8,7 @@ import pytest
 
 from directory import redis_schema as schema
 from directory.chunks import chunk_keys, directory_key, foreign_storage_key, pack_tokens
-from directory.costs import ModelShape, Rates, best_cut, kv_bytes_per_token, prefill_s, tier_load_s
+from directory.costs import ModelShape, Rates, best_cut, break_even_tokens, kv_bytes_per_token, prefill_s, tier_load_s
 from directory.errors import IdentityRefused
 from directory.identity import Identity, Scope, derive_salt
 from directory.placements import PARTITIONS, pack_holders, partition_of, unpack_holders
@@ -188,6 +188,12 @@ class TestBreakEven:
         cut = best_cut(self.SHAPE, self.RATES, tokens, tokens, [Tier.NVME])
         assert ("disk" if cut.chunks else "recompute") == row["winner"]
         assert cut.total_s == pytest.approx(min(row["recompute_s"], row["disk_s"]), rel=1e-12)
+
+    def test_break_even_tokens_lie_between_the_rows_that_recompute_and_those_that_load(self) -> None:
+        even = break_even_tokens(self.SHAPE, self.RATES, Tier.NVME)
+        assert even is not None
+        for row in COSTS["break_even"]:
+            assert (row["tokens"] >= even) == (row["winner"] == "disk")
 
     @pytest.mark.parametrize(("name", "expected"), COSTS["capacity_tokens"].items())
     def test_capacity_tokens(self, name: str, expected: int) -> None:

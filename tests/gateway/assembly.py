@@ -37,13 +37,15 @@ from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, RateGauges
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
 from gateway.prefetch import Prefetcher
+from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
+from gateway.rates import ObservedRates
 from gateway.response_homes import ResponseHomes
 from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
@@ -166,6 +168,7 @@ async def gateway_for(
         probe = IdsProbe(sends_ids, encoders, control, clock)
         ledger, metrics = Ledger(clock), GatewayMetrics()
         loads = EngineLoads(ledger, clock)
+        watch = PrefillWatch(ObservedRates(clock), metrics)
         kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
         assumed = AssumedPlacements(config.routing.assumed_s)
         sent = SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
@@ -173,6 +176,7 @@ async def gateway_for(
         def tell(table: FleetTable) -> None:
             probe.see(table)
             sent.keep(table)
+            watch.see(table)
 
         fleet = Fleet(
             seen,
@@ -182,8 +186,10 @@ async def gateway_for(
             on_change=tell,
             files_of=lambda engine: static_files,
             on_gateways=loads.take,
+            hardware=config.hardware.tables(),
             own_lives=lambda: assumer.own_lives,
         )
+        metrics.registry.register(RateGauges(lambda: watch.reports(fleet.table)))
         name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
         publisher = LoadPublisher(directory, name, ledger, loads, clock)
         assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, clock)
@@ -199,7 +205,7 @@ async def gateway_for(
         sender = sender or IdsSender(upstream, probe)
         preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, sent.assumed.is_on)
         policy = policy or POLICIES[config.routing.policy]()
-        dispatcher = Dispatcher(policy, ledger, loads, sent, prefetcher, metrics, clock)
+        dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
         recorder = TraceRecorder(trace_file, 2**20, clock)
         recording = asyncio.create_task(recorder.run())
         stack.push_async_callback(_ended, recording)
@@ -209,8 +215,9 @@ async def gateway_for(
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
+        limit = body_bytes_max
         admin = create_admin_api(
-            completion, fleet, lookup, report, probe, loads, publisher, parity, metrics, lambda: False, body_bytes_max
+            completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, lambda: False, limit
         )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(

@@ -7,13 +7,15 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryUnavailable
+from directory.hardware import Hardware
 from directory.members import TERM_S, EngineRegistration, HostRegistration, Load, Member, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.tiers import Tier
-from gateway.config import EngineConfig
+from gateway.config import EngineConfig, HardwareConfig, ModelConfig
 from gateway.encoding.model_files import ModelFiles
-from gateway.fleet import UNKNOWN_CONTEXT_TOKENS, Fleet
+from gateway.fleet import UNKNOWN_CONTEXT_TOKENS, UNKNOWN_SHAPE, Fleet
 from gateway.health import FAILURES_MAX, HealthCheck
 from tests.gateway.samples import ENGINE_LOAD, HOST_LOAD, MODEL, engine_registration, host_registration
 
@@ -412,3 +414,21 @@ async def test_an_engine_without_an_agent_says_how_long_its_prompts_may_be(
         await fleet.check_health()
     (view,) = fleet.table.serving(MODEL)
     assert (view.context_tokens, view.files) == (context, files)
+
+
+async def test_an_engine_without_agent_starts_as_its_model_and_accelerators_are_known(setup: Setup) -> None:
+    house = ModelConfig(name="house-1b", parameters=1e9, layers=16, d_model=2048, kv_heads=8, head_dim=64)
+    hardware = HardwareConfig(models=(house,)).tables()
+    static = [
+        EngineConfig(url=A, shape="house-1b", accelerator="h100", devices=2),
+        EngineConfig(url=B, models=("Llama-3.1-8B-Instruct",)),
+    ]
+    setup.answers.models = ["Llama-3.1-8B-Instruct", "gpt-unknown"]
+    async with httpx.AsyncClient(transport=httpx.MockTransport(setup.answers)) as client:
+        fleet = Fleet(setup.directory, HealthCheck(client), setup.clock, static=static, hardware=hardware)
+        await fleet.check_health()
+        configured, listed = (fleet.table.engines[each.engine] for each in static)
+        assert configured.rates == Rates(2 * 0.4 * 989e12)
+        assert configured.shape == ModelShape(1e9, 16, 2048, 32_768)
+        assert (listed.rates, listed.shape) == (None, Hardware().model("llama-3.1-8b").shape())
+        assert configured.shape != UNKNOWN_SHAPE != listed.shape

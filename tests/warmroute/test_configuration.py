@@ -86,6 +86,13 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ('engines: [{url: "http://a:1", name: "a\\nb"}]', "engines.0.name: must be 1 to 200 printable characters"),
         ("engines: [{url: 'http://a:1', name: ''}]", "engines.0.name"),
         ('engines: [{url: "http://a:1", api_key: "a\\nb"}]', "engines.0.api_key: must be printable ASCII"),
+        (
+            "engines: [{url: 'http://e:1', shape: llama-3-8b}]",
+            "no model is known as 'llama-3-8b'; did you mean llama-3",
+        ),
+        ("engines: [{url: 'http://e:1', accelerator: H100}]", "known as 'H100'; did you mean h100?"),
+        ("hardware: {models: [{name: m, parameters: 0}]}", "hardware.models.0.parameters"),
+        ("hardware: {accelerators: [{name: a}]}", "hardware.accelerators.0.tflops: must be given"),
         ("log_level: loud", "log_level: must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )

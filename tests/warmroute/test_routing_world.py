@@ -50,10 +50,10 @@ def test_a_crowd_with_one_prefix_spreads_over_idle_engines_within_seconds() -> N
 
 
 def test_paced_prompts_of_which_none_is_in_flight_do_not_pile_up() -> None:
-    alone = World(fleet(4), "seconds")
+    alone = World(fleet(4, imperfection=EXACT), "seconds")
     send_in_turn(alone, [prompt(0, (), 4, number, 1) for number in range(200)], at_once=1)
     assert shares(alone.run())[0] < 0.35
-    with_one_system_prompt = World(fleet(4), "seconds")
+    with_one_system_prompt = World(fleet(4, imperfection=EXACT), "seconds")
     send_in_turn(with_one_system_prompt, [prompt(0, [1], 4, number, 1) for number in range(200)], at_once=1)
     assert shares(with_one_system_prompt.run())[0] < 0.4
 
@@ -162,7 +162,7 @@ def test_the_turns_of_a_conversation_stay_together(gateways: int) -> None:
     drawn = random.Random(4)
     sessions = [turns(number, drawn.uniform(0, 8), 5, 10.0) for number in range(40)]
     requests = conversations(each for session in sessions for each in session)
-    outcome = serve(fleet(4, gateways=gateways), requests)
+    outcome = serve(fleet(4, gateways=gateways, imperfection=EXACT), requests)
     homes = defaultdict(set)
     for engine, request in zip(outcome.engines, requests, strict=True):
         homes[request.keys[0]].add(engine)
@@ -236,7 +236,8 @@ def test_replies_that_run_on_an_engine_send_the_next_prompt_elsewhere() -> None:
     # Ten long replies are decoded on one engine, whose prefix brings them there; nothing is prefilled any more.
     long_replies = [prompt(10 + number, PREFIX, 0, number, 2000) for number in range(10)]
     outcome = serve(
-        fleet(2), [prompt(0, PREFIX, 0, 99), *long_replies, *(prompt(25 + n, (), 8, 200 + n) for n in range(8))]
+        fleet(2, imperfection=EXACT),
+        [prompt(0, PREFIX, 0, 99), *long_replies, *(prompt(25 + n, (), 8, 200 + n) for n in range(8))],
     )
     busy = outcome.engines[0]
     assert set(outcome.engines[1:11]) == {busy}

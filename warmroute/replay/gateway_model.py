@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from directory.costs import prefill_flop
 from directory.members import TERM_S, BookedWork, GatewayRegistration, Load, Member
 from directory.placements import NO_MATCH, PrefixMatch
 from gateway.ledger import RECENT_S, Booking, Ledger
+from gateway.rates import ObservedRates, PrefillWork, Sending
 from gateway.routing.overlay import LIFETIME_S, Expectation, Overlay
 from gateway.routing.policies import POLICIES
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
@@ -35,6 +37,8 @@ class Sent:
     engine: str
     booking: Booking
     expectation: Expectation
+    sending: Sending
+    matched_tokens: int
 
 
 class GatewayModel:
@@ -45,6 +49,7 @@ class GatewayModel:
         self._ledger, self._overlay, self._policy = Ledger(clock), Overlay(), POLICIES[policy]()
         self._loads = EngineLoads(self._ledger, clock)
         self._loads.disregard(incarnation)
+        self._rates = ObservedRates(clock)
 
     def decide(
         self,
@@ -63,6 +68,17 @@ class GatewayModel:
         score, now = decision.ranked[0], self._clock()
         until = now + score.expected_ttft_s + LIFETIME_S
         expectation = self._overlay.expect(score.engine, request.keys, until, now)
+        sending = self._rates.sent(
+            score.engine,
+            PrefillWork(
+                flop=prefill_flop(self._plan.model.shape, request.prompt_tokens, score.matched_tokens),
+                new_tokens=request.prompt_tokens - score.matched_tokens,
+                load_s=score.load_s,
+                expected_ttft_s=score.expected_ttft_s,
+            ),
+            is_streamed=True,
+            others_prefills=self._loads.of_others(score.engine).prefills,
+        )
         booking = self._ledger.book(
             score.engine,
             score.service_s * service_error,
@@ -70,16 +86,20 @@ class GatewayModel:
             prompt_tokens=request.prompt_tokens,
             ahead_s=self._loads.ahead_s(score.engine),
         )
-        return Sent(score.engine, booking, expectation)
+        return Sent(score.engine, booking, expectation, sending, score.matched_tokens)
 
     def first_byte(self, sent: Sent) -> None:
         """The first token of a request has come."""
         self._ledger.first_byte(sent.booking)
         self._overlay.settle(sent.expectation, self._clock() + LIFETIME_S)
+        self._rates.first_token(sent.sending)
 
-    def release(self, sent: Sent) -> None:
-        """A request is over."""
+    def release(self, sent: Sent, cached_tokens: int) -> None:
+        """A request is over, of whose prompt so many tokens were cached."""
         self._ledger.release(sent.booking)
+        if cached_tokens != sent.matched_tokens:
+            self._rates.mistaken(sent.sending)
+        self._rates.ended(sent.sending)
 
     @property
     def is_idle(self) -> bool:
@@ -99,11 +119,11 @@ class GatewayModel:
     ) -> Candidate:
         load = self._loads.of(engine)
         announced, match = match, self._overlay.extend(engine, match, keys, self._clock())
-        peer = peers.get(engine)
+        peer, registered = peers.get(engine), self._plan.model.rates
         candidate = Candidate(
             engine=engine,
             shape=self._plan.model.shape,
-            rates=self._plan.model.rates,
+            rates=self._rates.rates(engine, registered) if self._plan.corrects_rates else registered,
             chunk_tokens=BLOCK_TOKENS,
             match=match,
             wait_s=load.wait_s,

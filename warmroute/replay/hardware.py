@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from directory.costs import ModelShape, Rates, kv_bytes_per_token
+from directory.hardware import Hardware
 from directory.members import POLL_INTERVAL_S
 from directory.tiers import Tier
 
@@ -29,6 +30,17 @@ MODELS = {
     "70b": Model(ModelShape(70e9, 80, 8192, kv_bytes_per_token(80, 8, 128, 2)), flops=3.2e15, step_s=0.03),
 }
 """Llama 3's shapes with 16-bit KV, on one accelerator and on eight, at 400 useful TFLOP/s each."""
+STEP_OVER_WEIGHTS = 4.0
+"""A step of the engine takes so many times what reading the active weights does: by it the 8B's is `MODELS`' 20 ms."""
+
+
+def model_named(name: str, accelerator: str, devices: int) -> Model:
+    """One of `MODELS`, or of the table of hardware in 16 bits. Raises `UnknownHardware`."""
+    if name in MODELS:
+        return MODELS[name]
+    spec, device = Hardware().model(name), Hardware().accelerator(accelerator)
+    weights_s = 2 * spec.active_parameters / (device.memory_bytes_per_s * devices)
+    return Model(spec.shape(), device.useful_flops(devices), STEP_OVER_WEIGHTS * weights_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,8 @@ class FleetPlan:
     hardly wait for prefills (Sarathi-Serve, OSDI 2024); larger ones make replies longer and fill the GPU's KV.
     `write_policy`: which blocks are written to NVMe, by the agent's names. `gateways`: requests go to each in turn.
     `peers`: whether hosts fetch from each other, at `peer_bytes_per_s` a host after `peer_s` seconds; the default is
-    what is left of 100 Gbit/s when both ends copy and check on one core.
+    what is left of 100 Gbit/s when both ends copy and check on one core. `corrects_rates`: whether gateways learn from
+    first tokens how fast each engine is.
     """
 
     nodes: int
@@ -82,3 +95,4 @@ class FleetPlan:
     peers: bool = False
     peer_bytes_per_s: float = 6e9
     peer_s: float = 0.002
+    corrects_rates: bool = True

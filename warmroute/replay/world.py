@@ -138,7 +138,7 @@ class World:
             gateway.first_byte(sent)
         for job in happened.ends:
             gateway, sent = self._sent.pop(job.number)
-            gateway.release(sent)
+            gateway.release(sent, job.tier_tokens.total())
             self.at(self.now, partial(self.on_end, job))
         for moment, changes in happened.changes:
             self._announce_later(engine, changes, moment)

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from directory.costs import ModelShape
+from directory.hardware import Hardware
 from directory.identity import Identity
 from nodeagent.engine_hello import EngineHello
 from nodeagent.engines.vllm.content_digest import (
@@ -33,7 +34,11 @@ OWN_RENDERER_MODES = ("deepseek_v32", "deepseek_v4", "deepseek_v41")
 STABLE_HASHES = ("sha256", "sha256_cbor")
 SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
 CPU_FLOPS, GPU_FLOPS = 5e10, 2e14
-"""Useful FLOP/s believed of an engine until its own metrics tell."""
+"""Useful FLOP/s believed of a device that isn't in the table of hardware, until the engine's own metrics tell."""
+EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How `config.json` calls the number of experts of a layer, by model; `num_experts_per_tok` of them compute a token."""
+PACKED_SUFFIX = "_blocks"
+"""Of tensors in which a byte holds two values (MXFP4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,11 @@ def describe_engine(
     loaded: LoadedFiles,
     tokenizer: TokenizerInUse,
     is_stopped: Callable[[], bool] = lambda: False,
+    device: str = "",
 ) -> EngineHello:
     """What the engine says at the door. Reads and hashes the model's files: minutes, for large weights.
+
+    `device` is what the driver calls its devices.
 
     The tokenizer is part of the identity as it is in use, not as its folder has it: chunks are named by its ids.
 
@@ -115,19 +123,19 @@ def describe_engine(
         tp_size=parallel.tensor_parallel_size,
     )
     text = model.hf_text_config
-    is_cpu = getattr(vllm_config.device_config, "device_type", "") == "cpu"
+    parameters = count_parameters(folder, expert_share(text))
     return EngineHello(
         engine=settings.engine,
         url=settings.url.rstrip("/"),
         models=models,
         identity=identity,
         tp_rank=0,
-        shape=ModelShape(count_parameters(folder), text.num_hidden_layers, text.hidden_size, layout.kv_bytes_per_token),
+        shape=ModelShape(parameters, text.num_hidden_layers, text.hidden_size, layout.kv_bytes_per_token),
         chunk_tokens=settings.chunk_tokens,
         chunk_bytes=layout.chunk_bytes,
         context_tokens=model.max_model_len,
         tokenizer_files=files,
-        flops=settings.flops or (CPU_FLOPS if is_cpu else GPU_FLOPS),
+        flops=settings.flops or believed_flops(vllm_config, device),
         renderer="vllm-unknown" if tokenizer.pipeline is None else renderer_of(model, tokenizer_folder),
         events=event_source(vllm_config, layout),
     )
@@ -227,20 +235,45 @@ def model_folder(name: str, revision: str | None, downloads: str | None = None) 
     return Path(snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
 
 
-def count_parameters(folder: Path) -> float:
-    """The model's parameters: from the headers of safetensors files, else two bytes of weights for each.
+def believed_flops(vllm_config: Any, device: str) -> float:
+    """Useful FLOP/s of an engine whose first prompts are still to come, on `device`s as the driver calls them."""
+    if getattr(vllm_config.device_config, "device_type", "") == "cpu":
+        return CPU_FLOPS
+    devices = vllm_config.parallel_config.tensor_parallel_size
+    known = Hardware().device(device)
+    if known is None:
+        return float(GPU_FLOPS * devices)
+    return known.useful_flops(devices, is_8_bit=vllm_config.model_config.quantization == "fp8")
 
+
+def expert_share(text_config: Any) -> float:
+    """The share of a layer's experts that compute a token; 1 for a model without."""
+    experts = next((number for name in EXPERTS_FIELDS if (number := getattr(text_config, name, None))), 0)
+    active = getattr(text_config, "num_experts_per_tok", None) or experts
+    return min(1.0, active / experts) if experts else 1.0
+
+
+def count_parameters(folder: Path, expert_share: float = 1.0) -> float:
+    """The parameters that compute a token, `expert_share` of those of experts among them.
+
+    From the headers of safetensors files, where experts' tensors are named so; else two bytes of weights for each.
     Format: a u64 (little-endian) length, then that much JSON (github.com/huggingface/safetensors).
     """
-    counted = 0
+    counted = 0.0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > SAFETENSORS_HEADER_BYTES_MAX:
                 return _parameters_by_size(folder)
             header = json.loads(file.read(length))
-        counted += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
-    return float(counted) or _parameters_by_size(folder)
+        counted += sum(
+            math.prod(each["shape"])
+            * (expert_share if ".experts." in name else 1.0)
+            * (2 if name.endswith(PACKED_SUFFIX) else 1)
+            for name, each in header.items()
+            if name != "__metadata__"
+        )
+    return counted or _parameters_by_size(folder)
 
 
 def _parameters_by_size(folder: Path) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 NAME = "warmroute_engine"
 SHARED = {
-    "directory": ("chunks", "costs", "errors", "identity", "tiers"),
+    "directory": ("chunks", "costs", "errors", "hardware", "identity", "tiers"),
     "nodeagent": (
         "arena_map",
         "client",

@@ -131,7 +131,14 @@ class WarmrouteTier(SecondaryTierManager):
             if tokenizer.pipeline is None:
                 logger.warning("warmroute: prompts of text can't be routed by prefix: %s", tokenizer.reason)
             hello = describe_engine(
-                vllm_config, settings, self._layout, digests_folder(), loaded, tokenizer, self._is_closing.is_set
+                vllm_config,
+                settings,
+                self._layout,
+                digests_folder(),
+                loaded,
+                tokenizer,
+                self._is_closing.is_set,
+                device_name(),
             )
             if self._is_closing.is_set():
                 return
@@ -232,6 +239,16 @@ def device_of(vllm_config: Any, block_tokens: int) -> str:
 
     model = vllm_config.model_config
     return f"cpu-{_get_attn_isa(model.dtype, block_tokens, model.get_head_size())}"
+
+
+def device_name() -> str:
+    """What the driver calls the engine's devices; nothing where vLLM's platform doesn't say."""
+    from vllm.platforms import current_platform
+
+    try:
+        return str(current_platform.get_device_name())
+    except NotImplementedError:
+        return ""
 
 
 def _as_result(finished: FinishedJob) -> JobResult:

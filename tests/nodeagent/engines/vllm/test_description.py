@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from nodeagent.engines.vllm.description import check_launch, reachable
+from nodeagent.engines.vllm.description import (
+    CPU_FLOPS,
+    GPU_FLOPS,
+    believed_flops,
+    check_launch,
+    count_parameters,
+    expert_share,
+    reachable,
+)
 from nodeagent.engines.vllm.launch import BLOCK_TOKENS, EngineLaunch, launch_line
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
 
@@ -104,3 +112,55 @@ def test_our_own_launch_line_is_accepted() -> None:
 )
 def test_a_neighbour_connects_to_where_a_rank_binds(endpoint: str, rank: int, reached: str) -> None:
     assert reachable(endpoint, rank) == reached
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "quantization", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 1, None, 0.4 * 989e12),
+        ("NVIDIA H100 80GB HBM3", 8, "fp8", 8 * 0.4 * 1979e12),
+        ("NVIDIA A10", 2, "awq", 2 * 0.4 * 125e12),
+        ("NVIDIA X9000", 2, None, 2 * GPU_FLOPS),
+        ("", 1, None, GPU_FLOPS),
+    ],
+)
+def test_a_device_is_believed_to_be_as_fast_as_its_name_says(
+    device: str, devices: int, quantization: str | None, flops: float
+) -> None:
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=devices),
+        model_config=SimpleNamespace(quantization=quantization),
+    )
+    assert believed_flops(config, device) == pytest.approx(flops)
+    config.device_config.device_type = "cpu"
+    assert believed_flops(config, device) == CPU_FLOPS
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, 0.25),
+        ({"num_experts": 128, "num_experts_per_tok": 8}, 1 / 16),
+        ({"n_routed_experts": 256, "num_experts_per_tok": 8}, 1 / 32),
+        ({"num_experts": None, "num_experts_per_tok": None}, 1.0),
+        ({}, 1.0),
+    ],
+    ids=["mixtral", "qwen", "deepseek", "dense, with fields", "dense"],
+)
+def test_the_active_share_of_experts_is_read_from_the_models_configuration(config: Any, share: float) -> None:
+    assert expert_share(SimpleNamespace(**config)) == pytest.approx(share)
+
+
+def test_only_the_experts_that_compute_a_token_count(tmp_path: Path) -> None:
+    shapes = {
+        "__metadata__": {},
+        "model.embed_tokens.weight": {"shape": [10, 4]},
+        "model.layers.0.mlp.shared_experts.up_proj.weight": {"shape": [4, 4]},
+        "model.layers.0.mlp.experts.7.up_proj.weight": {"shape": [8, 4]},
+        "model.layers.0.mlp.experts.gate_up_proj_blocks": {"shape": [8, 4], "dtype": "U8"},
+    }
+    header = json.dumps(shapes).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert count_parameters(tmp_path) == 40 + 16 + 32 + 64
+    assert count_parameters(tmp_path, 0.25) == 40 + 16 + 8 + 16
