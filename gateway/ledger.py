@@ -223,7 +223,7 @@ class Ledger:
 
     def _queue_of(self, engine: str) -> _Queue:
         if engine not in self._queues:
-            self._queues[engine] = _Queue(free_at=self._freed.get(engine, float("-inf")))
+            self._queues[engine] = _Queue(free_at=self._freed.get(engine, IDLE).free_at)
         return self._queues[engine]
 
     def _note_change(self, queue: _Queue, opened: int = 0) -> None:
