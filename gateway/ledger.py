@@ -90,15 +90,17 @@ class _Queue:
 class Ledger:
     """Books, and answers what is ahead of a request. `clock` gives monotonic seconds.
 
-    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released.
+    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released;
+    `on_change` hears of each.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._recent: dict[str, tuple[float, float]] = {}
-        self._freed: dict[str, float] = {}
+        self._freed: dict[str, Account] = {}
         self.changes = 0
+        self.on_change: Callable[[], None] = lambda: None
 
     def book(
         self,
@@ -164,14 +166,13 @@ class Ledger:
         if not queue.running:
             del self._queues[booking.engine]
             if booking.engine in self._recent:  # another gateway's work may have begun then
-                self._freed[booking.engine] = queue.free_at
+                self._freed[booking.engine] = replace(IDLE, free_at=queue.free_at)
 
     def account(self, engine: str) -> Account:
         """All that is booked on an engine."""
         queue = self._queues.get(engine)
         if queue is None:
-            free_at = self._freed.get(engine)
-            return IDLE if free_at is None else replace(IDLE, free_at=free_at)
+            return self._freed.get(engine, IDLE)
         _settle(queue, self._clock())
         if queue.account is None:
             head = next(iter(queue.prefills), None)
@@ -222,13 +223,14 @@ class Ledger:
 
     def _queue_of(self, engine: str) -> _Queue:
         if engine not in self._queues:
-            self._queues[engine] = _Queue(free_at=self._freed.get(engine, float("-inf")))
+            self._queues[engine] = _Queue(free_at=self._freed.get(engine, IDLE).free_at)
         return self._queues[engine]
 
     def _note_change(self, queue: _Queue, opened: int = 0) -> None:
         queue.running += opened
         queue.account = None
         self.changes += 1
+        self.on_change()
 
     def _remember(self, engine: str, service_s: float, now: float) -> None:
         recent_s = self.recent_s(engine) + service_s

@@ -267,11 +267,44 @@ def test_a_report_of_what_is_booked_that_cannot_be_right_is_unreadable(booked: o
         decode_load(json.dumps(row).encode())
 
 
+@pytest.mark.parametrize(
+    "idle",
+    [
+        [7],
+        {"a": {}},
+        {"a": [1]},
+        {"a": [-1, 0]},
+        {"a": [True, 0]},
+        {"a": [float("nan"), 0]},
+        {"a\n": [0, 0]},
+        {f"engine-{number}": [0, 0] for number in range(ENGINES_BOOKED_MAX)},
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_report_of_what_was_given_lately_that_cannot_be_right_is_unreadable(idle: object) -> None:
+    row = json.loads(encode_load(LOAD)) | {"booked": {"one": [0] * 9}, "idle": idle}
+    with pytest.raises(UnreadableMember):
+        decode_load(json.dumps(row).encode())
+
+
 def test_what_a_newer_version_reports_of_an_engine_besides_is_ignored() -> None:
     row = json.loads(encode_load(BOOKED))
-    for packed in row["booked"].values():
+    for packed in (*row["booked"].values(), *row["idle"].values()):
         packed.append("more")
     assert decode_load(json.dumps(row).encode()) == BOOKED
+
+
+def test_an_older_versions_report_of_engines_with_nothing_open_is_read() -> None:
+    row = json.loads(encode_load(Load()))
+    row["booked"] = {"engine-c": [0.0, 0.0, 3600.0, 0.5, 0, 0, 0, 0, 2.25]}
+    assert decode_load(json.dumps(row).encode()).booked == {"engine-c": BookedWork(0, 0, 3600, 0.5, recent_s=2.25)}
+
+
+def test_an_engine_with_nothing_open_takes_less_than_half_of_a_report() -> None:
+    work = BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000, 7.5)
+    closed = BookedWork(free_age_s=0.25, recent_s=7.5)
+    sizes = [len(encode_load(Load(booked={f"{n}": each for n in range(64)}))) for each in (work, closed)]
+    assert sizes[1] < sizes[0] / 2
 
 
 @pytest.mark.parametrize("load", [LOAD, Load()], ids=["full", "empty"])

@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 
@@ -23,7 +23,18 @@ from warmroute.replay.trace import TracedRequest, block_key
 from warmroute.replay.world import Outcome, World
 
 PREFIX = range(32)
-UNHEARD = Imperfection(report_interval_s=1e6)
+UNHEARD = Imperfection(poll_interval_s=1e6)
+
+
+class BoundedWorld(World):
+    """Fails where so much is to happen that it would never end."""
+
+    events = 0
+
+    def at(self, moment: float, act: Callable[[], None]) -> None:
+        self.events += 1
+        assert self.events < 20_000
+        super().at(moment, act)
 
 
 def hit_rate(outcome: Outcome) -> float:
@@ -188,6 +199,16 @@ def test_gateways_that_hear_nothing_of_each_other_route_by_their_own_account() -
     outcome = serve(fleet(4, gateways=2, imperfection=UNHEARD), at_once)
     assert shares(outcome)[0] < 0.5
     assert len(outcome.jobs) == 32
+
+
+@pytest.mark.parametrize("gateways", [2, 3, 7])
+@pytest.mark.parametrize(("report_s", "poll_s"), [(0.1, 0.2), (0.1, 0.1), (0.3, 0.1), (0.05, 0.07)], ids=str)
+def test_reports_and_polls_end_whatever_their_intervals_round_to(gateways: int, report_s: float, poll_s: float) -> None:
+    requests = [prompt(number * poll_s / 3, (), 1, number, 1) for number in range(60)]
+    known = Imperfection(report_interval_s=report_s, poll_interval_s=poll_s, report_s=0.0)
+    world = BoundedWorld(fleet(3, gateways=gateways, imperfection=known), "seconds")
+    send(world, requests)
+    assert len(world.run().jobs) == 60
 
 
 @pytest.mark.parametrize(("known", "is_avoided"), [(EXACT, True), (UNHEARD, False)], ids=["reports", "no reports"])
