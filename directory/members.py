@@ -7,9 +7,10 @@ what an earlier life announced can't be mistaken for the present one's.
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ NUMBER_MAX, NUMBER_MIN = 10**19, 1e-6
 PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
-BOOKED_NUMBERS = 9
+BOOKED_NUMBERS, IDLE_NUMBERS = 9, 2
 BOOKED_SERVICE_S_MAX, BOOKED_AGE_S_MAX, BOOKED_RUNNING_MAX = 3600.0, 3600.0, 100_000
 """Of one request the predicted seconds, of what happened the age that is told, and of one gateway the open requests on
 an engine: with more of any a report is nonsense. Were it believed, all engines could look busy beyond comparison."""
@@ -70,7 +71,8 @@ class EngineRegistration:
     """One serving endpoint, one data-parallel rank, and all that gateways derive from it.
 
     `models` are the served model ids; `tokenizer_files` maps a file's name to the sha256 of its content, under which
-    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it.
+    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it. `kv_tokens` is
+    how many tokens its KV cache holds, `None` where it doesn't say.
     """
 
     engine: str
@@ -85,6 +87,7 @@ class EngineRegistration:
     page_tokens: int | None = None
     renderer: str = "reference"
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+    kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.key_scheme not in SCHEMES:
@@ -120,8 +123,10 @@ class BookedWork:
 
     Of the prefills that are outstanding: `backlog_s` is the sum of their predicted seconds, `head_s` that of the first,
     which could start `head_age_s` seconds ago. The engine showed `free_age_s` seconds ago that it was done with one.
-    `running` requests are open, with `active_tokens` prompt tokens; `queued_tokens` are still to be computed.
-    `recent_s` are the seconds of work that it was given lately, done or not.
+    `running` requests are open, whose prompts hold `active_tokens` of its KV cache; `queued_tokens` are still to be
+    computed.
+    `recent_s` are the seconds of work that it was given lately, done or not. Where no request is open, only that and
+    `free_age_s` say something.
     """
 
     backlog_s: float = 0.0
@@ -146,7 +151,7 @@ class Load:
     `peer_bytes_per_s`, of a host: how fast chunks came from other hosts' agents, by their `peer_address`. At most
     `PEERS_REPORTED_MAX` of them; a peer that isn't named wasn't measured lately.
 
-    `booked`, of a gateway: its open requests, by engine. At most `ENGINES_BOOKED_MAX`.
+    `booked`, of a gateway: its open requests and its recent ones, by engine. At most `ENGINES_BOOKED_MAX`.
     """
 
     rates: Rates | None = None
@@ -278,8 +283,12 @@ def encode_load(load: Load) -> bytes:
         row["peers"] = dict(load.peer_bytes_per_s)
     if load.announced_chunks:
         row["announced"] = load.announced_chunks
-    if load.booked:
-        row["booked"] = {engine: _packed(work) for engine, work in load.booked.items()}
+    booked = {engine: _packed(work) for engine, work in load.booked.items() if not _is_idle(work)}
+    idle = {engine: _packed_idle(work) for engine, work in load.booked.items() if _is_idle(work)}
+    if booked:
+        row["booked"] = booked
+    if idle:
+        row["idle"] = idle
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -300,7 +309,7 @@ def decode_load(data: bytes) -> Load:
             is_directory_full=row.get("directory_full") is True,
             peer_bytes_per_s=_peers(row.get("peers", {})),
             announced_chunks=int(_number(row.get("announced", 0))),
-            booked=_booked(row.get("booked", {})),
+            booked=_booked(row.get("booked", {}), row.get("idle", {})),
         )
     except KeyError as error:
         raise UnreadableMember(f"a load report lacks the field {error}") from error
@@ -327,8 +336,9 @@ def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
     row["tokenizer_files"] = {_text(name, "a file's name"): _text(sha, name) for name, sha in files.items()}
     for name in ("chunk_tokens", "context_tokens"):
         row[name] = _whole(row[name], name)
-    if row.get("page_tokens") is not None:
-        row["page_tokens"] = _whole(row["page_tokens"], "page_tokens")
+    for name in ("page_tokens", "kv_tokens"):
+        if row.get(name) is not None:
+            row[name] = _whole(row[name], name)
     _text(row.get("renderer", ""), "renderer")
     return EngineRegistration(**_known_fields(EngineRegistration, row))
 
@@ -396,23 +406,45 @@ def _packed(work: BookedWork) -> list[float]:
     return [*seconds, *counts, round(work.recent_s, 3)]
 
 
-def _booked(row: Mapping[str, Any]) -> dict[str, BookedWork]:
-    if len(row) > ENGINES_BOOKED_MAX:
+def _is_idle(work: BookedWork) -> bool:
+    seconds, counts = (work.backlog_s, work.head_s, work.head_age_s), (work.prefills, work.running)
+    return not any((*seconds, *counts, work.queued_tokens, work.active_tokens))
+
+
+def _packed_idle(work: BookedWork) -> list[float]:
+    """Most engines of a large fleet have nothing of one gateway's open: what they were given lately is told shortly."""
+    return [round(work.free_age_s, 3), round(work.recent_s, 3)]
+
+
+def _booked(row: Mapping[str, Any], idle: Mapping[str, Any]) -> dict[str, BookedWork]:
+    if len(row) + len(idle) > ENGINES_BOOKED_MAX:
         raise ValueError(f"more than {ENGINES_BOOKED_MAX} engines")
-    return {_text(engine, "an engine"): _unpacked(packed) for engine, packed in row.items()}
+    for engine in chain(row, idle):
+        _text(engine, "an engine")
+    booked = {
+        engine: BookedWork(free_age_s=free_age_s, recent_s=recent_s)
+        for engine, (free_age_s, recent_s) in zip(idle, _numbers_of(idle.values(), IDLE_NUMBERS), strict=True)
+    }
+    for engine, numbers in zip(row, _numbers_of(row.values(), BOOKED_NUMBERS), strict=True):
+        backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
+        is_too_much = head_s > 1.0 + backlog_s or backlog_s > 1.0 + prefills * BOOKED_SERVICE_S_MAX
+        if is_too_much or head_age_s > BOOKED_AGE_S_MAX or not prefills <= running <= BOOKED_RUNNING_MAX:
+            raise ValueError(f"more work than there can be on {engine}: {numbers!r}")
+        counts = int(prefills), int(running), int(queued), int(active)
+        booked[engine] = BookedWork(backlog_s, head_s, head_age_s, free_age_s, *counts, recent_s)
+    if any(each.free_age_s > BOOKED_AGE_S_MAX for each in booked.values()):
+        raise ValueError(f"an age above {BOOKED_AGE_S_MAX:g} seconds")
+    return booked
 
 
-def _unpacked(packed: Any) -> BookedWork:
-    """What a newer version puts behind is ignored. Checked at once: there are many of them, in every poll."""
-    numbers = packed[:BOOKED_NUMBERS]
-    if not set(map(type, numbers)) <= {int, float} or not math.isfinite(sum(numbers)):
-        raise TypeError(f"not numbers: {numbers!r}")
-    if len(numbers) < BOOKED_NUMBERS or min(numbers) < 0 or max(numbers) > NUMBER_MAX:
-        raise ValueError(f"not {BOOKED_NUMBERS} numbers in range: {numbers!r}")
-    backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
-    is_too_much = head_s > 1.0 + backlog_s or backlog_s > 1.0 + prefills * BOOKED_SERVICE_S_MAX
-    if is_too_much or max(head_age_s, free_age_s) > BOOKED_AGE_S_MAX or not prefills <= running <= BOOKED_RUNNING_MAX:
-        raise ValueError(f"more work than there can be: {numbers!r}")
-    return BookedWork(
-        backlog_s, head_s, head_age_s, free_age_s, int(prefills), int(running), int(queued), int(active), recent_s
-    )
+def _numbers_of(rows: Iterable[Any], count: int) -> list[Any]:
+    """The first so many numbers of each; what a newer version puts behind is ignored. They are checked together: there
+    are thousands of them a second.
+    """
+    lists = [numbers[:count] for numbers in rows]
+    flat = list(chain.from_iterable(lists))
+    if len(flat) != count * len(lists) or not set(map(type, flat)) <= {int, float} or not math.isfinite(sum(flat)):
+        raise TypeError(f"not lists of {count} numbers")
+    if flat and (min(flat) < 0 or max(flat) > NUMBER_MAX):
+        raise ValueError("numbers out of range")
+    return lists

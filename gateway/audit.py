@@ -27,14 +27,17 @@ class Usage:
 
 
 class StreamTail:
-    """Keeps the last bytes of a stream, where its usage stands."""
+    """Keeps the last bytes of a stream, where its usage stands, and counts its events."""
 
     def __init__(self) -> None:
+        self.events = 0
+        """So many came: about one for each token, and one to three more."""
         self._tail = b""
         self._last_name = b""
 
     def add(self, piece: bytes) -> None:
-        """Take the next piece of the stream."""
+        """Take the next piece of the stream: whole events."""
+        self.events += sum(map(piece.count, EVENT_ENDS))
         self._last_name = last_event_name(piece) or self._last_name  # its event may be longer than what is kept of it
         self._tail = piece[-TAIL_BYTES_MAX:] if len(piece) >= TAIL_BYTES_MAX else (self._tail + piece)[-TAIL_BYTES_MAX:]
 

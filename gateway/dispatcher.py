@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from directory.placements import NO_MATCH
+from directory.tiers import Tier
 from gateway.audit import Usage
 from gateway.fleet import EngineView
 from gateway.ledger import RECENT_S, Booking, Ledger
@@ -117,7 +118,7 @@ class Dispatcher:
             score.service_s,
             is_streamed,
             new_tokens=max(0, prompt_tokens - score.matched_tokens),
-            prompt_tokens=prompt_tokens,
+            held_tokens=max(0, prompt_tokens - score.tier_tokens.get(Tier.GPU, 0)),
             ahead_s=self._loads.ahead_s(view.engine),
         )
         answered = partial(self._note_answered, view.engine)
@@ -147,6 +148,7 @@ class Dispatcher:
             prompt_tokens=prepared.prompt.tokens_of(view),
             queued_tokens=load.queued_tokens,
             active_tokens=load.active_tokens,
+            kv_tokens_max=view.kv_tokens,
             use=load.recent_s / RECENT_S,
             peer=_peer(prepared, view, known),
             expected_chunks=known.expected_chunks,

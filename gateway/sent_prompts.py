@@ -23,7 +23,7 @@ class KnownMatch:
 class SentPrompts:
     """Lengthens what the directory says of a prompt's holders, and follows prompts that are sent.
 
-    `kv_tokens` is what the GPU memory of engines without an agent holds, by their names.
+    `kv_tokens` is what the GPU memory of engines without an agent holds, by their names, where that is known.
     """
 
     def __init__(

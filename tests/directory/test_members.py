@@ -66,6 +66,7 @@ def engines(draw: st.DrawFn) -> EngineRegistration:
         key_scheme=draw(st.sampled_from(("warmroute", "sglang", "lmcache-mp"))),
         page_tokens=draw(st.sampled_from((None, page_tokens))),
         tokenizer_files=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+        kv_tokens=draw(st.none() | st.integers(1, 10**9)),
     )
 
 
@@ -137,6 +138,9 @@ def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> No
         {"key_scheme": "sha1"},
         {"page_tokens": 100},
         {"page_tokens": "64"},
+        {"kv_tokens": 0},
+        {"kv_tokens": "64"},
+        {"kv_tokens": 0.5},
         {"chunk_tokens": 256.5},
         {"shape": {"parameters": 8e9, "layers": 10**300, "d_model": 1, "kv_bytes_per_token": 1}},
         {"shape": {"parameters": float("inf"), "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
@@ -263,11 +267,44 @@ def test_a_report_of_what_is_booked_that_cannot_be_right_is_unreadable(booked: o
         decode_load(json.dumps(row).encode())
 
 
+@pytest.mark.parametrize(
+    "idle",
+    [
+        [7],
+        {"a": {}},
+        {"a": [1]},
+        {"a": [-1, 0]},
+        {"a": [True, 0]},
+        {"a": [float("nan"), 0]},
+        {"a\n": [0, 0]},
+        {f"engine-{number}": [0, 0] for number in range(ENGINES_BOOKED_MAX)},
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_report_of_what_was_given_lately_that_cannot_be_right_is_unreadable(idle: object) -> None:
+    row = json.loads(encode_load(LOAD)) | {"booked": {"one": [0] * 9}, "idle": idle}
+    with pytest.raises(UnreadableMember):
+        decode_load(json.dumps(row).encode())
+
+
 def test_what_a_newer_version_reports_of_an_engine_besides_is_ignored() -> None:
     row = json.loads(encode_load(BOOKED))
-    for packed in row["booked"].values():
+    for packed in (*row["booked"].values(), *row["idle"].values()):
         packed.append("more")
     assert decode_load(json.dumps(row).encode()) == BOOKED
+
+
+def test_an_older_versions_report_of_engines_with_nothing_open_is_read() -> None:
+    row = json.loads(encode_load(Load()))
+    row["booked"] = {"engine-c": [0.0, 0.0, 3600.0, 0.5, 0, 0, 0, 0, 2.25]}
+    assert decode_load(json.dumps(row).encode()).booked == {"engine-c": BookedWork(0, 0, 3600, 0.5, recent_s=2.25)}
+
+
+def test_an_engine_with_nothing_open_takes_less_than_half_of_a_report() -> None:
+    work = BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000, 7.5)
+    closed = BookedWork(free_age_s=0.25, recent_s=7.5)
+    sizes = [len(encode_load(Load(booked={f"{n}": each for n in range(64)}))) for each in (work, closed)]
+    assert sizes[1] < sizes[0] / 2
 
 
 @pytest.mark.parametrize("load", [LOAD, Load()], ids=["full", "empty"])
@@ -315,6 +352,12 @@ def test_a_host_of_a_version_that_knows_of_no_peers_has_no_peer_address() -> Non
     row = json.loads(encode_registration(HOST))
     del row["peer_address"]
     assert decode_registration(json.dumps(row).encode()) == HOST
+
+
+def test_an_engine_of_a_version_that_says_nothing_of_its_kv_cache_is_one_of_which_nothing_is_known() -> None:
+    row = json.loads(encode_registration(ENGINE))
+    del row["kv_tokens"]
+    assert decode_registration(json.dumps(row).encode()) == replace(ENGINE, kv_tokens=None)
 
 
 @given(data=st.binary(max_size=60))

@@ -162,8 +162,8 @@ def test_a_whole_answer_behind_others_work_is_taken_for_done_after_both() -> Non
 
 def test_tokens_are_queued_until_the_first_byte_and_active_until_the_end() -> None:
     ledger = Ledger(Clock())
-    one = ledger.book("a", 1.0, new_tokens=300, prompt_tokens=1000)
-    two = ledger.book("a", 1.0, new_tokens=50, prompt_tokens=50)
+    one = ledger.book("a", 1.0, new_tokens=300, held_tokens=1000)
+    two = ledger.book("a", 1.0, new_tokens=50, held_tokens=50)
     assert (ledger.queued_tokens("a"), ledger.active_tokens("a")) == (350, 1050)
     ledger.first_byte(one)
     assert (ledger.queued_tokens("a"), ledger.active_tokens("a")) == (50, 1050)
@@ -303,7 +303,7 @@ def test_any_interleaving_is_accounted_as_if_counted_anew(steps: list[tuple[str,
         assert ledger.wait_s("a") == pytest.approx(plain.wait_s(clock.now), abs=1e-6)
         assert (ledger.prefills("a"), ledger.running("a")) == (len(left), len(plain.open))
         assert ledger.queued_tokens("a") == sum(each.new_tokens for each in left)
-        assert ledger.active_tokens("a") == sum(each.prompt_tokens for each in plain.open)
+        assert ledger.active_tokens("a") == sum(each.held_tokens for each in plain.open)
 
 
 steps = st.lists(

@@ -38,9 +38,9 @@ class Stand:
 
 def test_what_others_booked_is_added_to_the_own() -> None:
     stand = Stand()
-    stand.own.book("a", 1.0, new_tokens=10, prompt_tokens=100)
-    stand.other.first_byte(stand.other.book("a", 9.0, new_tokens=7, prompt_tokens=70))
-    stand.other.book("a", 2.0, new_tokens=20, prompt_tokens=200)
+    stand.own.book("a", 1.0, new_tokens=10, held_tokens=100)
+    stand.other.first_byte(stand.other.book("a", 9.0, new_tokens=7, held_tokens=70))
+    stand.other.book("a", 2.0, new_tokens=20, held_tokens=200)
     stand.hear()
     assert stand.loads.of("a") == EngineLoad(3.0, 2, 3, 30, 370, recent_s=12.0)
     assert stand.loads.of_own("a") == EngineLoad(1.0, 1, 1, 10, 100, recent_s=1.0)
