@@ -212,6 +212,7 @@ def _server(app: object, drain_s: float) -> _Server:
             app,  # type: ignore[arg-type]
             lifespan="off",
             http=ClientConnection,
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -34,28 +34,41 @@ class StreamTail:
         """So many came: about one for each token, and one to three more."""
         self._tail = b""
         self._last_name = b""
+        self._added: list[bytes] = []
+        self._added_bytes = 0
 
     def add(self, piece: bytes) -> None:
-        """Take the next piece of the stream: whole events."""
+        """Take the next piece of the stream, whole events."""
         self.events += sum(map(piece.count, EVENT_ENDS))
-        self._last_name = last_event_name(piece) or self._last_name  # its event may be longer than what is kept of it
-        self._tail = piece[-TAIL_BYTES_MAX:] if len(piece) >= TAIL_BYTES_MAX else (self._tail + piece)[-TAIL_BYTES_MAX:]
+        self._added.append(piece)
+        self._added_bytes += len(piece)
+        if self._added_bytes > TAIL_BYTES_MAX:
+            self._cut()
 
     @property
     def is_done(self) -> bool:
         """Whether the stream's terminator was its last event."""
-        return is_done(self._tail) or (self._last_name in LAST_EVENTS and self._tail.endswith(EVENT_ENDS))
+        return is_done(self.kept) or (self._last_name in LAST_EVENTS and self._tail.endswith(EVENT_ENDS))
 
     @property
     def kept(self) -> bytes:
         """The last bytes, as they came."""
+        self._cut()
         return self._tail
+
+    def _cut(self) -> None:
+        """Keep the end of what was added: seldom, as each time all of it is copied."""
+        added = b"".join(self._added)
+        self._last_name = last_event_name(added) or self._last_name  # its event may be longer than what is kept of it
+        self._tail = (self._tail + added)[-TAIL_BYTES_MAX:]
+        self._added, self._added_bytes = [], 0
 
     def usage(self) -> Usage | None:
         """The last usage that tells how long the prompt was; within an event of any length, in any API's stream."""
-        place = len(self._tail)
-        while (place := self._tail.rfind(USAGE_FIELD, 0, place)) >= 0:
-            found = _usage_at(self._tail, place + len(USAGE_FIELD))
+        tail = self.kept
+        place = len(tail)
+        while (place := tail.rfind(USAGE_FIELD, 0, place)) >= 0:
+            found = _usage_at(tail, place + len(USAGE_FIELD))
             if found is not None:
                 return found
         return None

@@ -6,12 +6,16 @@ its answer for `stalled_timeout_s` counts as gone: its engine would wait with it
 """
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, RequestTimeout
 
+DOWNSTREAM = "warmroute.downstream"
+"""The name of a `Downstream` among the extensions of a request's scope."""
 HEAD_BYTES_MAX = 128 * 1024
 """Checked after each read, so the last read may exceed it."""
 
@@ -29,6 +33,7 @@ class ClientConnection(HttpToolsProtocol):
         self._stall_watch: StallWatch  # made with the connection
         self._is_in_head = True
         self._has_begun = False
+        self._departure = Departure()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -41,6 +46,7 @@ class ClientConnection(HttpToolsProtocol):
         self._forget_deadline()
         self._stall_watch.end()
         super().connection_lost(exc)
+        self._departure.has_come()
 
     def pause_writing(self) -> None:
         """More is written than the client reads."""
@@ -75,7 +81,11 @@ class ClientConnection(HttpToolsProtocol):
         """A request's head is there."""
         self._is_in_head = False
         self._forget_deadline()
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:  # its task begins later
+            extensions: dict[str, Any] = {DOWNSTREAM: Downstream(self.cycle, self._departure)}
+            self.cycle.scope["extensions"] = extensions
 
     def send_400_response(self, msg: str) -> None:
         """What came isn't HTTP."""
@@ -110,6 +120,53 @@ class ClientConnection(HttpToolsProtocol):
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+class Departure:
+    """When a client goes: tells all who are at work for it, on however many requests."""
+
+    __slots__ = ("_told", "is_over")
+
+    def __init__(self) -> None:
+        self._told: set[Callable[[], object]] = set()
+        self.is_over = False
+
+    def has_come(self) -> None:
+        """The client has gone."""
+        self.is_over = True
+        for tell in tuple(self._told):
+            tell()
+
+    @contextlib.contextmanager
+    def told(self, tell: Callable[[], object]) -> Iterator[None]:
+        """Call `tell` if the client goes inside this block, or has gone before."""
+        self._told.add(tell)
+        if self.is_over:
+            tell()
+        try:
+            yield
+        finally:
+            self._told.discard(tell)
+
+
+class Downstream:
+    """The way back to the client of one request: shorter than ASGI's, for what is needed most."""
+
+    __slots__ = ("_cycle", "departure")
+
+    def __init__(self, cycle: RequestResponseCycle, departure: Departure) -> None:
+        self._cycle, self.departure = cycle, departure
+
+    def push(self, piece: bytes) -> bool:
+        """Send a piece of a body that is sent in chunks; false, and nothing is sent, where ASGI's way must be taken.
+
+        That is before the head was sent, while the client is behind, and when it has gone.
+        """
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
 
 class StallWatch:

@@ -10,7 +10,6 @@ from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
 from gateway.errors import ModelNotFound, NoEngineAvailable, UpstreamError, UpstreamTimeout, quoted
-from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
 from gateway.ids_sender import IdsSender
 from gateway.metrics import GatewayMetrics
@@ -20,6 +19,7 @@ from gateway.preparation import Incoming, Preparation, Prepared
 from gateway.response_homes import ResponseHomes
 from gateway.routing.query import RoutingDecision, Score
 from gateway.sink import Sink
+from gateway.stream_relay import StreamRelay
 from gateway.trace_recorder import TraceRecorder
 from gateway.upstream import Answer, EngineFailed, WholeAnswer
 
@@ -210,29 +210,27 @@ class Completion:
         """
         # An event may be added at the end, so a length that was promised can't be kept.
         headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-        tail, has_started = StreamTail(), False
+
+        async def start() -> None:
+            observe()
+            await sink.start(answer.status, headers)
+
+        relay = StreamRelay(sink, start, watched.take)
         try:
-            async for events in whole_events(answer.pieces(), answer.is_end_told):
-                if not has_started:
-                    observe()
-                    await sink.start(answer.status, headers)
-                has_started = True
-                tail.add(events)
-                if left := watched.take(events):
-                    await sink.write(left)
-            if not answer.is_end_told and not tail.is_done:
+            await relay.run(answer)
+            if not answer.is_end_told and not relay.tail.is_done:
                 raise EngineFailed("connection ended in the middle of a stream", is_connection=True)
         except EngineFailed as failure:
-            if not has_started:
+            if not relay.has_started:
                 raise
-            if not tail.is_done:
+            if not relay.tail.is_done:
                 self._note_broken("stream_broken", engine, failure)
                 said = f"the engine failed while it was answering: {failure}"
-                await sink.write(broken_stream_event(said, endpoint, tail.kept))
-        if not has_started:
+                await sink.write(broken_stream_event(said, endpoint, relay.tail.kept))
+        if not relay.has_started:
             await sink.start(answer.status, headers)
         await sink.finish()
-        return tail
+        return relay.tail
 
     async def _relay_whole(
         self, answer: Answer, body: bytes | None, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str

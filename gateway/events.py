@@ -26,17 +26,34 @@ async def whole_events(pieces: AsyncIterator[bytes], is_end_told: bool) -> Async
     What follows the last end is given only when the stream ends well: when HTTP tells where it ends (`is_end_told`),
     or when it is the terminator, which then gets the end of an event.
     """
-    held = b""
+    cutter = EventCutter()
     async for piece in pieces:
-        joined = held + piece if held else piece
+        if events := cutter.add(piece):
+            yield events
+    if rest := cutter.rest(is_end_told):
+        yield rest
+
+
+class EventCutter:
+    """Cuts one stream at ends of events."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def add(self, piece: bytes) -> bytes:
+        """The whole events that there are with the next piece; may be empty."""
+        if not self._held and piece.endswith(b"\n\n"):
+            return piece
+        joined = self._held + piece
         end = len(joined) if len(joined) > EVENT_BYTES_MAX else _last_event_end(joined)
-        held = joined[end:]
-        if end:
-            yield joined[:end]
-    if held and is_end_told:
-        yield held
-    elif is_done(held):
-        yield held.rstrip() + b"\n\n"
+        self._held = joined[end:]
+        return joined[:end]
+
+    def rest(self, is_end_told: bool) -> bytes:
+        """What of the stream's end is given, which follows the last end of an event: see `whole_events`."""
+        if self._held and is_end_told:
+            return self._held
+        return self._held.rstrip() + b"\n\n" if is_done(self._held) else b""
 
 
 def single_events(events: bytes) -> list[bytes]:

@@ -98,7 +98,7 @@ class Ledger:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._recent: dict[str, tuple[float, float]] = {}
-        self._freed: dict[str, float] = {}
+        self._freed: dict[str, Account] = {}
         self.changes = 0
         self.on_change: Callable[[], None] = lambda: None
 
@@ -166,14 +166,13 @@ class Ledger:
         if not queue.running:
             del self._queues[booking.engine]
             if booking.engine in self._recent:  # another gateway's work may have begun then
-                self._freed[booking.engine] = queue.free_at
+                self._freed[booking.engine] = replace(IDLE, free_at=queue.free_at)
 
     def account(self, engine: str) -> Account:
         """All that is booked on an engine."""
         queue = self._queues.get(engine)
         if queue is None:
-            free_at = self._freed.get(engine)
-            return IDLE if free_at is None else replace(IDLE, free_at=free_at)
+            return self._freed.get(engine, IDLE)
         _settle(queue, self._clock())
         if queue.account is None:
             head = next(iter(queue.prefills), None)
@@ -224,7 +223,7 @@ class Ledger:
 
     def _queue_of(self, engine: str) -> _Queue:
         if engine not in self._queues:
-            self._queues[engine] = _Queue(free_at=self._freed.get(engine, float("-inf")))
+            self._queues[engine] = _Queue(free_at=self._freed.get(engine, IDLE).free_at)
         return self._queues[engine]
 
     def _note_change(self, queue: _Queue, opened: int = 0) -> None:

@@ -90,6 +90,20 @@ class WatchedResponse:
 
     async def write(self, piece: bytes) -> None:
         """See `Sink`."""
+        self._look(piece)
+        await self._sink.write(piece)
+
+    def push(self, piece: bytes) -> bool:
+        """See `Sink`."""
+        self._look(piece)
+        return self._sink.push(piece)
+
+    async def finish(self) -> None:
+        """See `Sink`."""
+        await self._sink.finish()
+
+    def _look(self, piece: bytes) -> None:
+        """Repeating it changes nothing."""
         if self._on_first_token is not None and not are_early(piece):
             self._on_first_token()
             self._on_first_token = None
@@ -98,11 +112,6 @@ class WatchedResponse:
             self._looks = response_id is None and self._on_first_token is not None
             if response_id is not None:
                 self._note(response_id)
-        await self._sink.write(piece)
-
-    async def finish(self) -> None:
-        """See `Sink`."""
-        await self._sink.finish()
 
 
 def read_response_id(piece: bytes) -> str | None:

@@ -14,6 +14,10 @@ class Sink(Protocol):
         """Send a piece of the body."""
         ...
 
+    def push(self, piece: bytes) -> bool:
+        """Send a piece of the body now, without waiting: false where that can't be, and nothing was sent."""
+        ...
+
     async def finish(self) -> None:
         """End the body."""
         ...

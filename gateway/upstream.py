@@ -5,7 +5,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -96,6 +96,16 @@ class Answer:
         while piece:
             yield piece
             piece = await self._read()
+
+    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
+        """Give the pieces behind the first one to `take` as they come, until it says false or they end.
+
+        Whether they have ended. Raises `EngineFailed` where the body breaks, after what came before.
+        """
+        try:
+            return await self._exchange.pass_to(take, self._timeouts.idle_s)
+        except ExchangeFailed as failure:
+            raise _engine_failed(failure) from failure
 
     async def read_whole(self) -> bytes | None:
         """The whole body, or `None` when it is larger than `WHOLE_BODY_BYTES_MAX` (`first` then holds what came).

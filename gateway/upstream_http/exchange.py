@@ -7,6 +7,7 @@ is left out.
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import httptools
@@ -52,6 +53,8 @@ class Exchange:
         "_parser",
         "_pieces",
         "_quiet_bytes",
+        "_taker",
+        "_taker_timeout_s",
         "_waiter",
         "deadline",
         "failure",
@@ -85,6 +88,8 @@ class Exchange:
         self._pieces: list[bytes] = []
         self._head_bytes = self._quiet_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Callable[[bytes], bool] | None = None
+        self._taker_timeout_s = math.inf
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         # What doesn't change where an answer ends is accepted, as other clients do: control characters in values,
         # lines without CR, spaces behind a chunk's size.
@@ -109,6 +114,26 @@ class Exchange:
                 self._raise_failure()
                 await self.wait(deadline)
         return self._take()
+
+    async def pass_to(self, take: Callable[[bytes], bool], timeout_s: float) -> bool:
+        """Give what comes of the body to `take` at the moment when it comes; whether the body is at its end.
+
+        This ends sooner where `take` says false: it has taken that piece, and doesn't want more yet. No task is woken
+        for a piece, which costs more than to pass it on. `timeout_s` is for each. Raises `ExchangeFailed`, as `read`.
+        """
+        while True:
+            if self._pieces and not take(self._take()):
+                return False
+            if self.is_over:
+                return True
+            self._raise_failure()
+            self._taker, self._taker_timeout_s = take, timeout_s
+            try:
+                await self.wait(self._loop.time() + timeout_s)
+            finally:
+                wants_more, self._taker = self._taker is not None, None
+            if not wants_more:
+                return False
 
     async def wait(self, deadline: float) -> None:
         """Wait until anything has changed. Failures, and the deadline's passing, are changes."""
@@ -142,7 +167,8 @@ class Exchange:
             self.fail(NotHttp(f"more than {HEAD_BYTES_MAX} bytes of an answer without its body"))
         if self.is_over or self.failure is not None:
             self._parser = None
-        self.wake()
+        if self._taker is None or not self._pass_on(self._taker):
+            self.wake()
 
     def finish(self) -> None:
         """The connection has ended: so has the body, if nothing else ends it; else this is a failure."""
@@ -237,6 +263,14 @@ class Exchange:
     def _end(self) -> None:
         if self.failure is None:
             self.is_over, self._quiet_bytes = True, 0
+
+    def _pass_on(self, take: Callable[[bytes], bool]) -> bool:
+        """Give what came to the one who takes it; whether that is all, and who waits need not be woken."""
+        if self._pieces and not take(self._take()):
+            self._taker = None
+            return False
+        self.deadline = self._loop.time() + self._taker_timeout_s
+        return not self.is_over and self.failure is None
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

@@ -1,7 +1,7 @@
 """Engines that end every answer as they are told to, in this process and without time; and a client's side."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -33,22 +33,25 @@ class ScriptedAnswer:
 
     def __init__(self, ending: str, on_close: Callable[["ScriptedAnswer"], None]) -> None:
         self._events_max = BREAKS.get(ending)
-        self._on_close = on_close
+        self._on_close, self._passed = on_close, 0
         self.status = STATUSES.get(ending, 200)
         self.content_type = "application/json" if self._events_max is None else "text/event-stream"
         self.is_end_told = True
         self.has_ids = False
-        self.first = b"{}"
+        self.first = b"{}" if self._events_max is None else b""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"content-type", self.content_type.encode())]
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        for number, piece in enumerate(EVENTS):
+    async def pass_to(self, take: Callable[[bytes], bool]) -> bool:
+        for number in range(self._passed, len(EVENTS)):
             await asyncio.sleep(0)
             if number == self._events_max:
                 raise EngineFailed("broke off", is_connection=True)
-            yield piece
+            self._passed += 1
+            if not take(EVENTS[number]):
+                return False
+        return True
 
     async def read_whole(self) -> bytes:
         await asyncio.sleep(0)
@@ -103,11 +106,20 @@ class Client:
     async def write(self, piece: bytes) -> None:
         await self._take()
 
+    def push(self, piece: bytes) -> bool:
+        if self.calls % 2:  # it is behind now and then
+            return False
+        self._count()
+        return True
+
     async def finish(self) -> None:
         await self._take()
 
     async def _take(self) -> None:
         await asyncio.sleep(0)
+        self._count()
+
+    def _count(self) -> None:
         self.calls += 1
         if self.calls == self._bug_at:
             raise ABug

@@ -291,6 +291,75 @@ def test_reading_lets_a_held_connection_go_on() -> None:
     run(story)
 
 
+def test_pieces_are_passed_on_when_they_come_and_wake_nobody() -> None:
+    async def story(loop: asyncio.AbstractEventLoop) -> None:
+        exchange, taken = Exchange(StillLine(), loop), []
+        exchange.feed(HEAD + b"content-length: 9\r\n\r\nab")
+
+        def take(piece: bytes) -> bool:
+            taken.append(piece)
+            return True
+
+        passing = asyncio.ensure_future(exchange.pass_to(take, 5.0))
+        await asyncio.sleep(0)
+        for piece in (b"cd", b"ef"):
+            await asyncio.sleep(4.0)
+            exchange.feed(piece)
+            assert taken[-1] == piece, "at once, and not when the task has its turn"
+            assert exchange.deadline == loop.time() + 5.0, "each piece has the time-out"
+            assert not passing.done()
+        exchange.feed(b"ghi")
+        assert await passing
+        assert taken == [b"ab", b"cd", b"ef", b"ghi"]
+
+    run(story)
+
+
+def test_passing_on_pauses_when_the_taker_has_enough_and_loses_nothing() -> None:
+    async def story(loop: asyncio.AbstractEventLoop) -> None:
+        exchange, taken = Exchange(StillLine(), loop), []
+        exchange.feed(HEAD + b"content-length: 9\r\n\r\n")
+
+        def take(piece: bytes) -> bool:
+            taken.append(piece)
+            return piece != b"cd"
+
+        passing = asyncio.ensure_future(exchange.pass_to(take, 5.0))
+        await asyncio.sleep(0)
+        for piece in (b"ab", b"cd", b"ef", b"ghi"):
+            exchange.feed(piece)
+        assert taken == [b"ab", b"cd"]
+        assert not await passing, "there is more"
+        assert await exchange.pass_to(take, 5.0)
+        assert taken == [b"ab", b"cd", b"efghi"]
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_told_before", [False, True])
+def test_a_break_is_told_after_all_that_came_was_passed_on(is_told_before: bool) -> None:
+    async def story(loop: asyncio.AbstractEventLoop) -> None:
+        exchange, taken = Exchange(StillLine(), loop), []
+        exchange.feed(HEAD + b"content-length: 9\r\n\r\nab")
+
+        def take(piece: bytes) -> bool:
+            taken.append(piece)
+            return piece != b"cd"
+
+        passing = asyncio.ensure_future(exchange.pass_to(take, 5.0))
+        await asyncio.sleep(0)
+        exchange.feed(b"cd")
+        if is_told_before:
+            exchange.finish()
+        assert not await passing
+        exchange.finish()
+        with pytest.raises(ConnectionBroken):
+            await exchange.pass_to(take, 5.0)
+        assert taken == [b"ab", b"cd"]
+
+    run(story)
+
+
 def test_leaving_an_answer_ends_its_connection_unless_it_is_over() -> None:
     async def story(loop: asyncio.AbstractEventLoop) -> None:
         line = StillLine()
