@@ -110,13 +110,16 @@ class Preparation:
         affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
         is_announced = any(chain.group.is_announced for chain in chains)
         named = named_session(request, incoming.headers)
-        if first_key is None and not (prompt.best.is_whole and is_announced):
+        is_little = first_key is None and not (prompt.best.is_whole and is_announced)
+        if is_little:
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
         unplaced = "" if holders.is_known else "directory-unavailable"
         if len(approximate) == len(views):
             unplaced = "approximate"
-        if not is_announced and (first_key is None or not self._are_assumed):
-            unplaced = "prefix-affinity" if first_key else "session-affinity"
+        if is_little:
+            unplaced = "session-affinity"
+        elif not is_announced and not self._are_assumed:
+            unplaced = "prefix-affinity"
         elif not is_announced and unplaced == "directory-unavailable":
             unplaced = ""  # what is assumed here is known nevertheless
         if not unplaced:
