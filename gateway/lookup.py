@@ -121,6 +121,12 @@ def chain_chunks(
     return chains
 
 
+def _scope_in(group: NamingGroup, scope: Scope, model: str) -> Scope:
+    if not group.is_adapter(model):
+        return scope
+    return replace(scope, lora=hashlib.sha256(model.encode()).digest())
+
+
 def keys_by_engine(chains: Sequence[ChunkChain]) -> dict[str, tuple[bytes, ...]]:
     """A prompt's directory keys in each engine's way of naming."""
     return {view.engine: chain.keys for chain in chains for view in chain.group.engines}
@@ -187,15 +193,12 @@ class ChunkLookup:
         An adapter's chunks have names of their own, which no agent announces; of an engine without an agent nobody may
         say whether `model` is an adapter, so it counts as one.
         """
-        of_adapter = replace(scope, lora=hashlib.sha256(model.encode()).digest())
 
         def chains() -> list[ChunkChain]:
             return [
                 chain
                 for group, tokens in named
-                for chain in chain_chunks(
-                    [group], tokens, of_adapter if group.is_adapter(model) else scope, self._known
-                )
+                for chain in chain_chunks([group], tokens, _scope_in(group, scope, model), self._known)
             ]
 
         pages = sum(len(tokens) // (4 * (group.page_tokens or group.chunk_tokens)) for group, tokens in named)

@@ -109,21 +109,18 @@ class Preparation:
         first_key = next((chain.keys[0] for chain in chains if chain.keys), None)
         affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
         is_announced = any(chain.group.is_announced for chain in chains)
-        named = named_session(request, incoming.headers)
-        is_little = first_key is None and not (prompt.best.is_whole and is_announced)
-        if is_little:
-            affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
-        unplaced = "" if holders.is_known else "directory-unavailable"
-        if len(approximate) == len(views):
-            unplaced = "approximate"
-        if is_little:
-            unplaced = "session-affinity"
+        unplaced = ""
+        if first_key is None and not (prompt.best.is_whole and is_announced):
+            # So little is known that many prompts have it in common, and nothing says where the session's engine is.
+            affinity, unplaced = session_key(request, incoming.headers), "session-affinity"
         elif not is_announced and not self._are_assumed:
             unplaced = "prefix-affinity"
-        elif not is_announced and unplaced == "directory-unavailable":
-            unplaced = ""  # what is assumed here is known nevertheless
-        if not unplaced:
-            affinity = named or affinity
+        elif len(approximate) == len(views):
+            unplaced = "approximate"
+        elif is_announced and not holders.is_known:  # what is assumed here is known nevertheless
+            unplaced = "directory-unavailable"
+        else:
+            affinity = named_session(request, incoming.headers) or affinity
         return Prepared(prompt, affinity, holders, unplaced, chains[0].keys if chains else (), approximate)
 
     async def _find_holders(

