@@ -13,11 +13,11 @@ class NoPortFree(OSError):
     """All of `PORTS` are taken."""
 
 
-def free_ports() -> Iterator[int]:
-    """Free ports of this machine, each once. Raises `NoPortFree` after the last."""
-    for port in random.sample(PORTS, len(PORTS)):
+def free_ports(ports: range = PORTS) -> Iterator[int]:
+    """Those of `ports` that are free on this machine, each once. Raises `NoPortFree` after the last."""
+    for port in random.sample(ports, len(ports)):
         with contextlib.suppress(OSError):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
             yield port
-    raise NoPortFree(f"all ports from {PORTS.start} to {PORTS.stop - 1} are taken")
+    raise NoPortFree(f"all ports from {ports.start} to {ports.stop - 1} are taken")

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import redis
 
+from warmroute.free_ports import free_ports
 from warmroute.processes import die_with_parent
 
 START_TIMEOUT_S = 10.0
@@ -106,9 +106,9 @@ def _options(port: int, folder: str) -> list[str]:
 
 
 def _start(binary: str, folder: str) -> tuple["subprocess.Popen[bytes]", int]:
+    ports = free_ports()
     for _ in range(START_TRIES_MAX):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port: int = listener.getsockname()[1]
+        port = next(ports)
         process = _spawn([binary, *_options(port, folder)])
         if _answers(process, port):
             return process, port

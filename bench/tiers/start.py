@@ -6,7 +6,6 @@ Files hold a header and one block, and are made by processes of their own, in th
 import asyncio
 import gc
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from nodeagent.tiers.chunk_file import encode_header, file_bytes, name_of
 from nodeagent.tiers.drive import Drive
 from nodeagent.tiers.file_store import FolderStore
 from nodeagent.tiers.restore import restore
+from warmroute.free_ports import free_ports
 
 SMALL_BYTES = 4_096
 FAN = 256
@@ -125,9 +125,7 @@ async def start(folder: Path, rate: float) -> dict[str, Any]:
 
 def agent_start(folder: Path, files: int) -> dict[str, float]:
     """The same with a real agent's process: when it is ready, has listed and has indexed, and how late it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = next(free_ports())
     quota_gb = (2 * files * file_bytes(SMALL_BYTES) + (1 << 30)) / 1e9
     command = [sys.executable, "-m", "warmroute.cli", "agent", "--host", "bench", "--redis", "redis://127.0.0.1:1"]
     command += ["--door", str(folder.parent / "door.sock"), "--port", str(port), "--dram-gb", "0.1"]

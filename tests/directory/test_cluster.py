@@ -24,7 +24,7 @@ from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, batch, incarnation, key
 from tests.directory.servers import ClusterOfThree, ServerProcess
 from tests.directory.stands import until
-from tests.warmroute.fleets import free_port
+from tests.free_port import free_port
 from warmroute.local_fleet import FleetError, FleetOptions, local_fleet
 
 B, C = incarnation(2), incarnation(3)

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from directory.chunks import chunk_keys, directory_key, pack_tokens
 from directory.members import HostRegistration
 from tests.directory_servers.agents import CHUNK_TOKENS, Agent, engine_registration
+from tests.free_port import free_port
 from tests.gateway.byte_engine import ByteEngine
-from tests.warmroute.fleets import free_port
 
 ENGINES = 3
 CHUNKS = 64

@@ -3,7 +3,8 @@
 import signal
 from pathlib import Path
 
-from tests.warmroute.fleets import free_port, up
+from tests.free_port import free_port
+from tests.warmroute.fleets import up
 
 
 def test_an_engine_that_is_not_there_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:

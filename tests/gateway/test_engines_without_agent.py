@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
+from tests.free_port import free_port
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.pipelines import PIPELINES
 from tests.gateway.samples import MODEL
 from tests.test_two_renderers import CONTENTS
-from tests.warmroute.fleets import free_port
 
 BOUND_S = 60.0
 

@@ -14,7 +14,8 @@ import redis
 from directory.members import Member
 from directory.redis_directory import RedisDirectory
 from tests.directory.stands import running_valkey
-from tests.warmroute.fleets import free_port, until
+from tests.free_port import free_port
+from tests.warmroute.fleets import until
 
 
 @contextlib.contextmanager

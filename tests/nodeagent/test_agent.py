@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -21,6 +20,7 @@ from directory.redis_directory import RedisDirectory
 from directory.tiers import Tier
 from nodeagent.client import ChunkClient, PutResult
 from nodeagent.config import AgentConfig
+from tests.free_port import free_port
 from tests.nodeagent.running import (
     CHUNK_BYTES,
     SLOTS,
@@ -40,12 +40,6 @@ from warmroute.configuration import ConfigurationError, load
 
 GIB = 1 << 30
 DRAM_GB = (4_096 + SLOTS * CHUNK_BYTES + 1) / GIB
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -33,6 +32,7 @@ import pytest
 
 from nodeagent.client import PutResult
 from nodeagent.tiers.chunk_file import file_bytes, name_of
+from tests.free_port import free_port
 from tests.nodeagent.mounts import command, image_mounted
 from tests.nodeagent.running import CHUNK_BYTES, SLOTS, WAIT_S, connected, eventually, label, payload, storage_key
 
@@ -57,9 +57,7 @@ class Host:
     def __init__(self, folder, image):
         self.folder, self.image = folder, image
         self.numbers = itertools.count()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         drives = [{"path": str(folder / f"drive-{n}"), "gb": QUOTA_BYTES / 1e9} for n in range(2)]
         config = {
             "host": "h",

@@ -16,8 +16,9 @@ import httpx
 
 from nodeagent.engines.vllm import package
 from nodeagent.engines.vllm.launch import EngineLaunch, launch_line
+from tests.free_port import free_port
 from tests.vllm.fleet import MODEL
-from tests.warmroute.fleets import free_port, until
+from tests.warmroute.fleets import until
 from warmroute.local_fleet import find_model
 from warmroute.process_group import end_group, remains
 from warmroute.vllm.installation import VllmInstallation, install, launch_environment

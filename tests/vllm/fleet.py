@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 
 from nodeagent.engines.vllm.launch import EngineLaunch
-from tests.warmroute.fleets import free_port, until
+from tests.free_port import free_port
+from tests.warmroute.fleets import until
 
 MODEL = "smollm2-135m-instruct"
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 32

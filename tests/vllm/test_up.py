@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from nodeagent.engines.vllm.launch import SHARED_MEMORY
+from tests.free_port import free_port
 from tests.vllm.engines import installation
-from tests.warmroute.fleets import free_port, left_behind
+from tests.warmroute.fleets import left_behind
 
 DEMO_BOUND_S = 780
 pytestmark = pytest.mark.timeout(900)

@@ -26,7 +26,8 @@ from nodeagent.engines.reference.loaded_model import LoadedModel
 from nodeagent.engines.reference.serve import build_service
 from nodeagent.engines.reference.server import create_app
 from nodeagent.engines.reference.service import EngineService
-from tests.warmroute.fleets import free_port, until
+from tests.free_port import free_port
+from tests.warmroute.fleets import until
 from warmroute.cli import main
 
 WAIT_S = 30.0

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import redis
 from directory.chunks import DIRECTORY_KEY_BYTES
 from directory.placements import unpack_holders
 from directory.tiers import tier_names
+from tests.free_port import free_port
 
 MODEL = "smollm2-135m-instruct"
 START_BOUND_S = 150.0
@@ -133,17 +133,6 @@ def until(holds: Callable[[], bool], bound_s: float, what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"waited {bound_s:g} s in vain: {what}"
         pause.wait(0.1)
-
-
-def free_port() -> int:
-    """A port whose successor is free as well."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
 
 
 def up(temporary: Path, *options: str, port: int | None = None) -> subprocess.Popen[str]:

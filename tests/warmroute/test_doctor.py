@@ -19,6 +19,7 @@ from nodeagent.engines.reference.loaded_model import LoadedModel, load
 from nodeagent.engines.reference.render import ChatRenderer
 from nodeagent.engines.reference.service import EngineService
 from tests.directory.stands import running_valkey
+from tests.free_port import free_port
 from tests.gateway.samples import engine_registration
 from tests.nodeagent.engines import tiny_model
 from tests.warmroute.doctor_parts import (
@@ -30,7 +31,6 @@ from tests.warmroute.doctor_parts import (
     gateway_config,
     write_files,
 )
-from tests.warmroute.fleets import free_port
 from warmroute.cli import main
 
 TERM_S = 60.0

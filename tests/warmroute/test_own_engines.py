@@ -8,10 +8,11 @@ from typing import Any
 import openai
 import pytest
 
+from tests.free_port import free_port
 from tests.gateway import mock_engine as mock
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
-from tests.warmroute.fleets import children, free_port, left_behind, refused, up
+from tests.warmroute.fleets import children, left_behind, refused, up
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 

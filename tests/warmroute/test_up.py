@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.warmroute.fleets import free_port, left_behind, refused, up
+from tests.free_port import free_port
+from tests.warmroute.fleets import left_behind, refused, up
 from warmroute.cli import main
 
 pytestmark = pytest.mark.timeout(600)

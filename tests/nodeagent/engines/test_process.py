@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.free_port import free_port
+
 COMMAND = [sys.executable, "-m", "nodeagent.engines.reference", "--engine", "e1", "--threads", "1"]
 START_S, STOP_S = 60, 20
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def get(port: int, path: str) -> bytes:
