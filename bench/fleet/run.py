@@ -78,7 +78,7 @@ class EngineTold(msgspec.Struct):
 
 @contextlib.asynccontextmanager
 async def _running(stack: Stack, size: FleetSize, folder: Path) -> AsyncIterator[tuple[Site, list[Part]]]:
-    ports = _free_ports()
+    ports = free_ports()
     engines = [EnginePorts(next(ports), next(ports), next(ports)) for _ in range(ENGINES)]
     site = Site(folder, next(ports), next(ports), next(ports), sys.executable, size.scale, engines)
     supervisor, parts = Supervisor(lambda text: print(text, file=sys.stderr)), stack.before(site)
@@ -191,7 +191,8 @@ def _cpu_s(parts: Sequence[Part]) -> dict[str, float]:
     return {part.name: spent[part.pid] for part in parts} | {CLIENT: used.ru_utime + used.ru_stime, OTHERS: busy}
 
 
-def _free_ports() -> Iterator[int]:
+def free_ports() -> Iterator[int]:
+    """Ports that nobody listens on just now. Raises `StackFailed` when there are no more."""
     for port in random.sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError):
             with socket.socket() as probe:
