@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from warmroute.replay.hardware import FleetPlan, Imperfection
 from warmroute.replay.report import ReplayReport, report
@@ -22,12 +23,12 @@ TICK_S = 3.0
 """Of Mooncake's clock: what arrives within a tick is spread over it."""
 
 
-def replayed(trace: Path, nodes: int, speed: float, gateways: int, known: Imperfection) -> ReplayReport:
+def replayed(trace: Path, nodes: int, speed: float, gateways: int, known: Imperfection, seed: int = 0) -> ReplayReport:
     with trace.open(encoding="utf-8") as lines:
         requests = read_trace(lines)
     requests = from_zero(spread_out(requests[len(requests) // 2 :], TICK_S), speed)
     plan = FleetPlan(nodes, imperfection=known, gateways=gateways)
-    return report("seconds", replay(requests, plan, "seconds"), slo_ttft_s=2.0)
+    return report("seconds", replay(requests, plan, "seconds", seed), slo_ttft_s=2.0)
 
 
 def main() -> int:
@@ -36,17 +37,23 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.add_argument("--report", type=float, default=Imperfection().report_interval_s, metavar="S")
     parser.add_argument("--poll", type=float, default=Imperfection().poll_interval_s, metavar="S")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="means of so many replays")
     options = parser.parse_args()
     known = Imperfection(report_interval_s=options.report, poll_interval_s=options.poll)
     for cell in options.cells:
         trace, nodes, speed = cell.rsplit(":", 2)
         rates = []
         for gateways in GATEWAYS:
-            figures = replayed(Path(trace), int(nodes), float(speed), gateways, known)
-            rates.append(figures.hit_rate["all"])
-            row = {"cell": Path(cell).name, "gateways": gateways, "hit": rates[-1], "ttft_mean_s": figures.ttft.mean}
-            row |= {"ttft_p99_s": figures.ttft.p99, "goodput_per_s": figures.goodput}
-            print(json.dumps(row) if options.json else "  ".join(f"{key} {_told(each)}" for key, each in row.items()))
+            figures = [
+                replayed(Path(trace), int(nodes), float(speed), gateways, known, seed) for seed in range(options.seeds)
+            ]
+            rates.append(fmean(each.hit_rate["all"] for each in figures))
+            row: dict[str, object] = {"cell": Path(cell).name, "gateways": gateways, "hit": rates[-1]}
+            row["ttft_mean_s"] = fmean(each.ttft.mean for each in figures)
+            row["ttft_p99_s"] = fmean(each.ttft.p99 for each in figures)
+            row["goodput_per_s"] = fmean(each.goodput for each in figures)
+            told = json.dumps(row) if options.json else "  ".join(f"{key} {_told(each)}" for key, each in row.items())
+            print(told, flush=True)
         print(f"apart {100 * (max(rates) - min(rates)):.1f}", file=sys.stderr)
     return 0
 

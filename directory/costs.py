@@ -9,6 +9,7 @@ of which the first h are loaded, with P parameters, L layers, d the model's widt
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from directory.tiers import Tier
 
@@ -104,10 +105,11 @@ def best_cut(shape: ModelShape, rates: Rates, prompt_tokens: int, chunk_tokens: 
     """
     best = HitCut(0, 0.0, prefill_s(shape, rates, prompt_tokens))
     loaded_tokens: dict[Tier, int] = {}
-    for chunks, tier in enumerate(tiers, 1):
-        loaded_tokens[tier] = loaded_tokens.get(tier, 0) + chunk_tokens
-        if chunks < len(tiers) and tiers[chunks] == tier:
-            continue
+    chunks = 0
+    for tier, run in groupby(tiers):
+        length = len(list(run))
+        chunks += length
+        loaded_tokens[tier] = loaded_tokens.get(tier, 0) + length * chunk_tokens
         load = sum(tier_load_s(shape, rates, each, tokens) for each, tokens in loaded_tokens.items())
         cut = HitCut(chunks, load, prefill_s(shape, rates, prompt_tokens, chunks * chunk_tokens))
         if cut.total_s <= best.total_s:

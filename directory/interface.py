@@ -88,6 +88,13 @@ class DirectoryReader(Protocol):
         """
         ...
 
+    async def refreshed(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        """These lives with what they report now, for much less than the whole table; forgotten ones are left out.
+
+        One whose report can't be read has an empty load. Raises `DirectoryUnavailable`.
+        """
+        ...
+
 
 class DirectoryWriter(Protocol):
     """What an agent needs. One writer per incarnation; every method raises `DirectoryUnavailable`."""

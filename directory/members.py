@@ -7,10 +7,12 @@ what an earlier life announced can't be mistaken for the present one's.
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
+from urllib.parse import urlsplit
 
 from directory.costs import ModelShape, Rates
 from directory.errors import DirectoryError, IdentityRefused
@@ -32,12 +34,17 @@ DECODED_MAX = 32_768
 """Registrations kept decoded: a thousand hosts with engines and walks; decoding them would be 7% of a core."""
 
 TEXT_CHARS_MAX = 4096
-NUMBER_MAX = 10**19
-"""Bounds on what a row of the table may say."""
+NUMBER_MAX, NUMBER_MIN = 10**19, 1e-6
+"""Bounds on what a row of the table may say; what divides is at least `NUMBER_MIN`, or quotients would be infinite."""
 PEERS_REPORTED_MAX = 64
 PEER_ADDRESS_CHARS_MAX = 263
 """Other hosts in one load report, and the length of an address: a DNS name of 255 characters, a colon and a port."""
-BOOKED_NUMBERS = 9
+BOOKED_NUMBERS, IDLE_NUMBERS = 9, 2
+BOOKED_SERVICE_S_MAX, BOOKED_AGE_S_MAX, BOOKED_RUNNING_MAX = 3600.0, 3600.0, 100_000
+"""Of one request the predicted seconds, of what happened the age that is told, and of one gateway the open requests on
+an engine: with more of any a report is nonsense. Were it believed, all engines could look busy beyond comparison."""
+ROW_BYTES_MAX = 2**20
+"""A registration or a load report that is longer isn't read: what is unreadable would be parsed at every poll."""
 ENGINES_BOOKED_MAX = 1024
 """Engines in one gateway's report of what it booked; a full one is 100 kB."""
 
@@ -64,7 +71,8 @@ class EngineRegistration:
     """One serving endpoint, one data-parallel rank, and all that gateways derive from it.
 
     `models` are the served model ids; `tokenizer_files` maps a file's name to the sha256 of its content, under which
-    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it.
+    the host's agent serves it; `page_tokens` is the engine's own block size where its scheme needs it. `kv_tokens` is
+    how many tokens its KV cache holds, `None` where it doesn't say.
     """
 
     engine: str
@@ -79,6 +87,7 @@ class EngineRegistration:
     page_tokens: int | None = None
     renderer: str = "reference"
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
+    kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.key_scheme not in SCHEMES:
@@ -114,8 +123,10 @@ class BookedWork:
 
     Of the prefills that are outstanding: `backlog_s` is the sum of their predicted seconds, `head_s` that of the first,
     which could start `head_age_s` seconds ago. The engine showed `free_age_s` seconds ago that it was done with one.
-    `running` requests are open, with `active_tokens` prompt tokens; `queued_tokens` are still to be computed.
-    `recent_s` are the seconds of work that it was given lately, done or not.
+    `running` requests are open, whose prompts hold `active_tokens` of its KV cache; `queued_tokens` are still to be
+    computed.
+    `recent_s` are the seconds of work that it was given lately, done or not. Where no request is open, only that and
+    `free_age_s` say something.
     """
 
     backlog_s: float = 0.0
@@ -140,7 +151,7 @@ class Load:
     `peer_bytes_per_s`, of a host: how fast chunks came from other hosts' agents, by their `peer_address`. At most
     `PEERS_REPORTED_MAX` of them; a peer that isn't named wasn't measured lately.
 
-    `booked`, of a gateway: its open requests, by engine. At most `ENGINES_BOOKED_MAX`.
+    `booked`, of a gateway: its open requests and its recent ones, by engine. At most `ENGINES_BOOKED_MAX`.
     """
 
     rates: Rates | None = None
@@ -225,6 +236,7 @@ def decode_registration(data: bytes) -> Registration:
     """
     if not isinstance(data, bytes):
         raise UnreadableMember(f"a registration is bytes, not {data!r}")
+    _require_short(data)
     return _decoded_registration(data)
 
 
@@ -235,6 +247,7 @@ def _decoded_registration(data: bytes) -> Registration:
         role = row.pop("role")
         if role == "host":
             _require_text(row, "host", "agent_url")
+            _require_port(row["agent_url"])
             if row.get("peer_address") is not None:
                 _text(row["peer_address"], "peer_address", PEER_ADDRESS_CHARS_MAX)
             return HostRegistration(**_known_fields(HostRegistration, row))
@@ -270,8 +283,12 @@ def encode_load(load: Load) -> bytes:
         row["peers"] = dict(load.peer_bytes_per_s)
     if load.announced_chunks:
         row["announced"] = load.announced_chunks
-    if load.booked:
-        row["booked"] = {engine: _packed(work) for engine, work in load.booked.items()}
+    booked = {engine: _packed(work) for engine, work in load.booked.items() if not _is_idle(work)}
+    idle = {engine: _packed_idle(work) for engine, work in load.booked.items() if _is_idle(work)}
+    if booked:
+        row["booked"] = booked
+    if idle:
+        row["idle"] = idle
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -279,6 +296,7 @@ def decode_load(data: bytes) -> Load:
     """The load report in `data`. Raises `UnreadableMember`."""
     if not data:
         return Load()
+    _require_short(data)
     try:
         row = json.loads(data)
         rates = row.get("rates")
@@ -291,7 +309,7 @@ def decode_load(data: bytes) -> Load:
             is_directory_full=row.get("directory_full") is True,
             peer_bytes_per_s=_peers(row.get("peers", {})),
             announced_chunks=int(_number(row.get("announced", 0))),
-            booked=_booked(row.get("booked", {})),
+            booked=_booked(row.get("booked", {}), row.get("idle", {})),
         )
     except KeyError as error:
         raise UnreadableMember(f"a load report lacks the field {error}") from error
@@ -299,11 +317,17 @@ def decode_load(data: bytes) -> Load:
         raise UnreadableMember(f"a load report can't be read: {error!r}") from error
 
 
+def _require_short(data: bytes) -> None:
+    if len(data) > ROW_BYTES_MAX:
+        raise UnreadableMember(f"a row is longer than {ROW_BYTES_MAX} bytes")
+
+
 def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
     _require_text(row, "engine", "host", "url")
+    _require_port(row["url"])
     row["identity"] = Identity(**_known_fields(Identity, row["identity"]))
     row["shape"] = ModelShape(
-        **{name: _number(value, above=0) for name, value in _known_fields(ModelShape, row["shape"]).items()}
+        **{name: _number(value, NUMBER_MIN) for name, value in _known_fields(ModelShape, row["shape"]).items()}
     )
     if not isinstance(row["models"], list):
         raise TypeError("models must be a list of texts")
@@ -312,19 +336,25 @@ def _decode_engine(row: dict[str, Any]) -> EngineRegistration:
     row["tokenizer_files"] = {_text(name, "a file's name"): _text(sha, name) for name, sha in files.items()}
     for name in ("chunk_tokens", "context_tokens"):
         row[name] = _whole(row[name], name)
-    if row.get("page_tokens") is not None:
-        row["page_tokens"] = _whole(row["page_tokens"], "page_tokens")
+    for name in ("page_tokens", "kv_tokens"):
+        if row.get(name) is not None:
+            row[name] = _whole(row[name], name)
     _text(row.get("renderer", ""), "renderer")
     return EngineRegistration(**_known_fields(EngineRegistration, row))
 
 
 def _decode_rates(row: Mapping[str, Any]) -> Rates:
-    return Rates(_number(row["flops"], above=0), _tiers(row["bytes_per_s"], above=0), _tiers(row["fixed_s"]))
+    return Rates(_number(row["flops"], NUMBER_MIN), _tiers(row["bytes_per_s"], NUMBER_MIN), _tiers(row["fixed_s"]))
 
 
 def _require_text(row: Mapping[str, Any], *names: str) -> None:
     for name in names:
         _text(row[name], name)
+
+
+def _require_port(url: str) -> None:
+    """Raises `ValueError` for a port that there can't be: whoever connects to it would meet no `OSError`."""
+    urlsplit(url).port  # noqa: B018
 
 
 def _text(value: Any, name: str, chars_max: int = TEXT_CHARS_MAX) -> str:
@@ -338,17 +368,17 @@ def _text(value: Any, name: str, chars_max: int = TEXT_CHARS_MAX) -> str:
 
 def _whole(value: Any, name: str) -> int:
     """`value` as a positive whole number; 256.0 is one, as some languages write it."""
-    number = _number(value, above=0)
+    number = _number(value, NUMBER_MIN)
     if number != int(number):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     return int(number)
 
 
-def _number(value: Any, above: float | None = None) -> Any:
-    """`value`, if it is a number from 0 (or above `above`) to `NUMBER_MAX`: routing divides by what others report."""
+def _number(value: Any, at_least: float = 0) -> Any:
+    """`value`, if it is a number from `at_least` to `NUMBER_MAX`: routing divides by what others report."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"not a number: {value!r}")
-    if not 0 <= value <= NUMBER_MAX or (above is not None and value <= above):
+    if not at_least <= value <= NUMBER_MAX:
         raise ValueError(f"out of range: {value:.3g}" if isinstance(value, float) else "out of range")
     return value
 
@@ -357,14 +387,16 @@ def _known_fields(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in kind.__dataclass_fields__}
 
 
-def _tiers(row: Mapping[str, Any], above: float | None = None) -> dict[Tier, Any]:
-    return {Tier(int(bit)): _number(value, above) for bit, value in row.items()}
+def _tiers(row: Mapping[str, Any], at_least: float = 0) -> dict[Tier, Any]:
+    return {Tier(int(bit)): _number(value, at_least) for bit, value in row.items()}
 
 
 def _peers(row: Mapping[str, Any]) -> dict[str, float]:
     if len(row) > PEERS_REPORTED_MAX:
         raise ValueError(f"more than {PEERS_REPORTED_MAX} peers")
-    return {_text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, above=0) for address, value in row.items()}
+    return {
+        _text(address, "a peer", PEER_ADDRESS_CHARS_MAX): _number(value, NUMBER_MIN) for address, value in row.items()
+    }
 
 
 def _packed(work: BookedWork) -> list[float]:
@@ -374,20 +406,45 @@ def _packed(work: BookedWork) -> list[float]:
     return [*seconds, *counts, round(work.recent_s, 3)]
 
 
-def _booked(row: Mapping[str, Any]) -> dict[str, BookedWork]:
-    if len(row) > ENGINES_BOOKED_MAX:
+def _is_idle(work: BookedWork) -> bool:
+    seconds, counts = (work.backlog_s, work.head_s, work.head_age_s), (work.prefills, work.running)
+    return not any((*seconds, *counts, work.queued_tokens, work.active_tokens))
+
+
+def _packed_idle(work: BookedWork) -> list[float]:
+    """Most engines of a large fleet have nothing of one gateway's open: what they were given lately is told shortly."""
+    return [round(work.free_age_s, 3), round(work.recent_s, 3)]
+
+
+def _booked(row: Mapping[str, Any], idle: Mapping[str, Any]) -> dict[str, BookedWork]:
+    if len(row) + len(idle) > ENGINES_BOOKED_MAX:
         raise ValueError(f"more than {ENGINES_BOOKED_MAX} engines")
-    return {_text(engine, "an engine"): _unpacked(packed) for engine, packed in row.items()}
+    for engine in chain(row, idle):
+        _text(engine, "an engine")
+    booked = {
+        engine: BookedWork(free_age_s=free_age_s, recent_s=recent_s)
+        for engine, (free_age_s, recent_s) in zip(idle, _numbers_of(idle.values(), IDLE_NUMBERS), strict=True)
+    }
+    for engine, numbers in zip(row, _numbers_of(row.values(), BOOKED_NUMBERS), strict=True):
+        backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
+        is_too_much = head_s > 1.0 + backlog_s or backlog_s > 1.0 + prefills * BOOKED_SERVICE_S_MAX
+        if is_too_much or head_age_s > BOOKED_AGE_S_MAX or not prefills <= running <= BOOKED_RUNNING_MAX:
+            raise ValueError(f"more work than there can be on {engine}: {numbers!r}")
+        counts = int(prefills), int(running), int(queued), int(active)
+        booked[engine] = BookedWork(backlog_s, head_s, head_age_s, free_age_s, *counts, recent_s)
+    if any(each.free_age_s > BOOKED_AGE_S_MAX for each in booked.values()):
+        raise ValueError(f"an age above {BOOKED_AGE_S_MAX:g} seconds")
+    return booked
 
 
-def _unpacked(packed: Any) -> BookedWork:
-    """What a newer version puts behind is ignored. Checked at once: there are many of them, in every poll."""
-    numbers = packed[:BOOKED_NUMBERS]
-    if not set(map(type, numbers)) <= {int, float} or not math.isfinite(sum(numbers)):
-        raise TypeError(f"not numbers: {numbers!r}")
-    if len(numbers) < BOOKED_NUMBERS or min(numbers) < 0 or max(numbers) > NUMBER_MAX:
-        raise ValueError(f"not {BOOKED_NUMBERS} numbers in range: {numbers!r}")
-    backlog_s, head_s, head_age_s, free_age_s, prefills, running, queued, active, recent_s = numbers
-    return BookedWork(
-        backlog_s, head_s, head_age_s, free_age_s, int(prefills), int(running), int(queued), int(active), recent_s
-    )
+def _numbers_of(rows: Iterable[Any], count: int) -> list[Any]:
+    """The first so many numbers of each; what a newer version puts behind is ignored. They are checked together: there
+    are thousands of them a second.
+    """
+    lists = [numbers[:count] for numbers in rows]
+    flat = list(chain.from_iterable(lists))
+    if len(flat) != count * len(lists) or not set(map(type, flat)) <= {int, float} or not math.isfinite(sum(flat)):
+        raise TypeError(f"not lists of {count} numbers")
+    if flat and (min(flat) < 0 or max(flat) > NUMBER_MAX):
+        raise ValueError("numbers out of range")
+    return lists

@@ -64,6 +64,11 @@ class MemoryDirectory:
             for incarnation, row in self._rows.items()
         )
 
+    async def refreshed(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        """See `DirectoryReader`."""
+        asked = {member.incarnation for member in members}
+        return tuple(member for member in await self.members() if member.incarnation in asked)
+
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
     ) -> None:

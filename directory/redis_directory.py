@@ -22,7 +22,7 @@ from directory.errors import (
     RegistrationRefused,
     SchemaMismatch,
 )
-from directory.fleet_table import Row, newer_version, rows_of
+from directory.fleet_table import Row, fields_of, load_or_empty, newer_version, rows_of, unhurried
 from directory.interface import Batch, Lookup
 from directory.members import (
     TERM_S,
@@ -52,10 +52,6 @@ lookup waits once more for as long as it was late, at most the second: routed bl
 FIRST_STEP_KEYS = 256
 """A lookup of more keys asks in steps that double from here, and stops at the first key that nobody holds."""
 
-ROWS_AT_ONCE, ROW_LOAD_BYTES = 64, 512
-"""Rows of the fleet's table that are decoded before the event loop may do something else; a busy gateway's, whose load
-report is longer, counts for several."""
-
 TASKS_MAX = 16384
 """Calls begun and not ended, of all servers together; each server has a bound of its own as well."""
 
@@ -80,6 +76,8 @@ class RedisDirectory:
         self._unreadable: dict[bytes, str] = {}
         self._loads: dict[bytes, Load] = {}
         """The last table's, decoded: most of them are as they were half a second ago."""
+        self._refreshed_loads: dict[bytes, Load] = {}
+        """The same of the lives that were asked for last, by themselves."""
         self._failing_homes: frozenset[int] = frozenset()
 
     @classmethod
@@ -142,6 +140,31 @@ class RedisDirectory:
         if not rows:
             await self._check_versions()
         return _united(await self._readable(rows, elapsed_s))
+
+    async def refreshed(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        """See `DirectoryReader`. One command, and no function: who may read the table by fields may do this."""
+        if not members:
+            return ()
+        sent_at = self._clock()
+        fields = [field for member in members for field in fields_of(member.incarnation)]
+        replies = await self._at_homes(lambda home: self._read_fields(home, fields))
+        elapsed_s = self._clock() - sent_at
+        rows: list[Row] = []
+        with map_redis_errors():
+            for (seconds, microseconds), values in replies:
+                held = _paired(
+                    [part for each in zip(fields, values, strict=True) if each[1] is not None for part in each]
+                )
+                rows += rows_of(held, int(seconds) * 1000 + int(microseconds) // 1000)
+        known = {member.incarnation: member for member in members}
+        found: list[Member] = []
+        loads: dict[bytes, Load] = {}
+        async for row in unhurried(rows):
+            loads[row.load] = loads.get(row.load) or self._refreshed_loads.get(row.load) or load_or_empty(row.load)
+            member = replace(known[row.incarnation], load=loads[row.load], retired=row.retired)
+            found.append(replace(member, remaining_s=row.remaining_ms / 1000 - elapsed_s))
+        self._refreshed_loads = loads
+        return _united(found)
 
     async def register(
         self, incarnation: bytes, registration: Registration, load: Load, term_s: float = TERM_S
@@ -276,6 +299,11 @@ class RedisDirectory:
         """One key only: of several, some may be elsewhere while their slot moves, and would look empty."""
         return await self._connections.read_together(home, ("TIME",), ("HGETALL", self._keys.registrations(home)))
 
+    async def _read_fields(self, home: int, fields: Sequence[bytes]) -> list[Any]:
+        return await self._connections.read_together(
+            home, ("TIME",), ("HMGET", self._keys.registrations(home), *fields)
+        )
+
     async def _check_versions(self) -> None:
         """Raise `SchemaMismatch` where a fleet of another version registered after the last one of this."""
         replies = await self._at_homes(
@@ -329,12 +357,7 @@ class RedisDirectory:
         members: list[Member] = []
         unreadable: dict[bytes, str] = {}
         loads: dict[bytes, Load] = {}
-        at_once = 0
-        for row in rows:
-            at_once += 1 + len(row.load) // ROW_LOAD_BYTES
-            if at_once >= ROWS_AT_ONCE:
-                at_once = 0
-                await asyncio.sleep(0)
+        async for row in unhurried(rows):
             try:
                 registration = decode_registration(row.registration)
                 remaining_s = row.remaining_ms / 1000 - elapsed_s

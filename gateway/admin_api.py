@@ -221,6 +221,7 @@ def _engine_row(
         "url": view.url,
         "state": view.state,
         "models": list(view.models),
+        "kv_tokens": view.kv_tokens,
         **encoding.of_engine(view),
         "token_ids": probe.state(view),
         "placements": placements if registration else "none without an agent",

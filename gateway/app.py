@@ -33,6 +33,7 @@ from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.load_publisher import LoadPublisher
+from gateway.load_reader import LoadReader
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge, RateGauges
 from gateway.openai_api import OpenAiApi
@@ -97,7 +98,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             hardware=config.hardware.tables(),
             own_lives=lambda: assumer.own_lives,
         )
-        publisher, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
+        publisher, load_reader, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
         _register_gauges(metrics, fleet, loads, watch)
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
@@ -118,7 +119,7 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
             loop.add_signal_handler(number, lambda: _signalled(stop, data))
         listen = config.listen
         logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, assumer, recorder)
+        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, load_reader, assumer, recorder)
         await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
 
 
@@ -172,7 +173,7 @@ def _publishers(
     assumed: AssumedPlacements,
     fleet: Fleet,
     metrics: GatewayMetrics,
-) -> tuple[LoadPublisher, AssumedPublisher]:
+) -> tuple[LoadPublisher, LoadReader, AssumedPublisher]:
     listen = config.listen
     name = GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
 
@@ -180,7 +181,8 @@ def _publishers(
         metrics.directory_errors.labels(op).inc()
 
     loads_told = LoadPublisher(directory, name, ledger, loads, time.monotonic, on_error=count)
-    return loads_told, AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
+    assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
+    return loads_told, LoadReader(directory, loads, on_error=count), assumer
 
 
 def _freeze() -> None:
@@ -255,7 +257,7 @@ def _recorder(config: GatewayConfig, clock: Callable[[], float]) -> TraceRecorde
 
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
-    kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+    kv_tokens = {each.engine: each.kv_tokens for each in config.engines if each.kv_tokens is not None}
     assumed = AssumedPlacements(config.routing.assumed_s)
     return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
 

@@ -33,6 +33,8 @@ RETIRE_S = 1.0
 """How long ending all lives may take at the end; after that they end by themselves, a term later."""
 ENGINES_MAX = 256
 """Engines of which the others are told."""
+PENDING_MAX = 16_384
+"""Keys of an engine that wait to be told, beyond those it holds; with more of them all is told anew."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +54,7 @@ class _Told:
     left: bytes | None = None
     pending: dict[bytes, None] = field(default_factory=dict)
     is_doubtful: bool = False
+    is_overfull: bool = False
 
 
 class AssumedPublisher:
@@ -81,13 +84,16 @@ class AssumedPublisher:
         return self._own.keys()
 
     def note(self, engine: str, key: bytes, is_there: bool) -> None:
-        """What is assumed has changed. Never waits; memory is bounded by what is assumed and was told."""
+        """What is assumed has changed. Never waits, and remembers at most `PENDING_MAX` keys beyond those assumed."""
         told = self._told.get(engine)
         if told is None:
             if not is_there or len(self._told) >= ENGINES_MAX:
                 return
             told = self._told.setdefault(engine, _Told())
         told.pending[key] = None
+        if len(told.pending) > PENDING_MAX + self._assumed.count(engine):
+            told.pending.clear()
+            told.is_overfull = True
 
     async def run(self) -> None:
         """Tell until cancelled; then end this gateway's lives."""
@@ -127,7 +133,8 @@ class AssumedPublisher:
         if not is_holding or view is None or view.registration is not None:
             await self._end(engine)
             return 0
-        if told.life is None or told.is_doubtful or now - told.life.begun_at >= LIFE_S:
+        is_over = told.life is None or now - told.life.begun_at >= LIFE_S
+        if is_over or told.is_doubtful or told.is_overfull:
             await self._begin(engine, view.url, told)
         assert told.life is not None
         if now - told.life.renewed_at >= RENEW_S:
@@ -154,7 +161,7 @@ class AssumedPublisher:
             if told.left is not None:
                 await self._directory.retire(told.left)
             told.left = told.life.incarnation
-        told.life, told.is_doubtful = _Life(life, now, now), False
+        told.life, told.is_doubtful, told.is_overfull = _Life(life, now, now), False, False
         told.pending = {**dict.fromkeys(reversed(self._assumed.held(engine))), **told.pending}
 
     async def _send(self, engine: str, told: _Told, life: _Life) -> None:

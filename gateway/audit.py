@@ -12,6 +12,8 @@ from gateway.events import EVENT_ENDS, LAST_EVENTS, is_done, last_event_name
 TAIL_BYTES_MAX = 8192
 USAGE_FIELD = b'"usage":'
 OUTPUT_FIELDS = ("completion_tokens", "output_tokens")
+COUNT_MAX = 2**26
+"""No body has more tokens than its 64 MiB have bytes; a larger count is none."""
 _DECODER = json.JSONDecoder()
 
 
@@ -25,9 +27,11 @@ class Usage:
 
 
 class StreamTail:
-    """Keeps the last bytes of a stream, where its usage stands."""
+    """Keeps the last bytes of a stream, where its usage stands, and counts its events."""
 
     def __init__(self) -> None:
+        self.events = 0
+        """So many came: about one for each token, and one to three more."""
         self._tail = b""
         self._last_name = b""
         self._added: list[bytes] = []
@@ -35,6 +39,7 @@ class StreamTail:
 
     def add(self, piece: bytes) -> None:
         """Take the next piece of the stream, whole events."""
+        self.events += sum(map(piece.count, EVENT_ENDS))
         self._added.append(piece)
         self._added_bytes += len(piece)
         if self._added_bytes > TAIL_BYTES_MAX:
@@ -114,7 +119,7 @@ def _counts(usage: Any) -> Usage | None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= COUNT_MAX
 
 
 def is_json(data: bytes) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from gateway.audit import Usage, is_json, read_usage
+from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
 from gateway.errors import ModelNotFound, NoEngineAvailable, UpstreamError, UpstreamTimeout, quoted
@@ -135,7 +135,7 @@ class Completion:
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
-                    dispatch.first_byte(answer.status == 200)
+                    dispatch.first_byte(answer.status)
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
                 body = await self._read_whole(answer) if is_refusal or not is_stream else None
             headers = answer.headers()
@@ -149,13 +149,14 @@ class Completion:
             sink = self._homes.watched(request, sink, view.engine, on_first_token)
             if is_stream:
                 observe = _do_nothing if is_announced else observe
-                usage = await self._relay_stream(answer, headers, sink, view.engine, observe, watched, request.endpoint)
+                tail = await self._relay_stream(answer, headers, sink, view.engine, observe, watched, request.endpoint)
+                usage, events = tail.usage(), tail.events
             else:
-                usage = await self._relay_whole(answer, body, headers, sink, view.engine)
+                usage, events = await self._relay_whole(answer, body, headers, sink, view.engine), 0
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
                 dispatch.note_usage(usage)
-                self._recorder.note(incoming.arrived_at, prepared, view, usage)
+                self._recorder.note(incoming.arrived_at, prepared, view, usage, events)
                 watched.note(usage, body, answer.has_ids)
         except EngineFailed as failure:
             if failure.is_connection:
@@ -202,7 +203,7 @@ class Completion:
         observe: Callable[[], None],
         watched: WatchedAnswer,
         endpoint: str,
-    ) -> Usage | None:
+    ) -> StreamTail:
         """Pass events on as they come. An event that breaks off is dropped, and one that says so ends the stream.
 
         Raises `EngineFailed` before the first whole event: the request may go elsewhere.
@@ -229,7 +230,7 @@ class Completion:
         if not relay.has_started:
             await sink.start(answer.status, headers)
         await sink.finish()
-        return relay.tail.usage()
+        return relay.tail
 
     async def _relay_whole(
         self, answer: Answer, body: bytes | None, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str

@@ -129,7 +129,7 @@ class RoutingConfig(Section):
 
 NAME_CHARS_MAX = 200
 KV_TOKENS_DEFAULT = 131_072
-"""16 GiB for a model of 8 billion parameters."""
+"""Assumed of an engine without an agent: 16 GiB for a model of 8 billion parameters."""
 
 
 class EngineConfig(Section):
@@ -163,11 +163,12 @@ class EngineConfig(Section):
         "vllm", description="vllm, sglang or reference: whose way of making prompts is followed; used with `tokenizer`."
     )
 
-    kv_tokens: int = Field(
-        KV_TOKENS_DEFAULT,
+    kv_tokens: int | None = Field(
+        None,
         ge=1,
         description="Tokens whose keys and values its GPU memory holds (vLLM logs it as `GPU KV cache size`): no more "
-        "are assumed to be cached there; used with `tokenizer`.",
+        f"are assumed to be cached there, and prompts that won't fit beside others count as dearer. If left out, "
+        f"{KV_TOKENS_DEFAULT} are assumed for the former, and nothing for the latter; used with `tokenizer`.",
     )
 
     @field_validator("url")

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from directory.placements import NO_MATCH
+from directory.tiers import Tier
 from gateway.audit import Usage
 from gateway.fleet import EngineView
 from gateway.ledger import RECENT_S, Booking, Ledger
@@ -11,6 +13,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Hint, Prefetcher, Wish, hint_for
 from gateway.prefill_watch import PrefillWatch, WatchedPrefill
 from gateway.preparation import Prepared
+from gateway.refusals import Refusals
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
 from gateway.sent_prompts import KnownMatch, SentPrompt, SentPrompts
@@ -18,6 +21,8 @@ from gateway.shared_load import EngineLoads
 
 PEER_FIXED_S = 0.005
 """Seconds before another host's first chunk comes: a hint's way, and a round trip between two agents."""
+TOO_MANY, SERVER_ERRORS = 429, 500
+"""Statuses of a refusal: that one, and from there on."""
 PROBE_CHUNKS, PROBE_INTERVAL_S, PROBED_MAX = 2, 30.0, 4096
 """Hints at hosts that weren't measured yet: chunks, seconds between two for one pair of hosts, pairs remembered."""
 
@@ -32,10 +37,13 @@ class Dispatch:
     prefill: WatchedPrefill
     wish: Wish | None
     prefetcher: Prefetcher
+    answered: Callable[[int], None]
 
-    def first_byte(self, is_computed: bool = True) -> None:
-        """Its prefill is done, or else it was refused (not `is_computed`); repeating it changes nothing."""
-        self.ledger.first_byte(self.booking)
+    def first_byte(self, status: int = 200) -> None:
+        """Its prefill is done, or else it was refused (another `status`); repeating it changes nothing."""
+        is_computed = status == 200
+        self.answered(status)
+        self.ledger.first_byte(self.booking, is_computed)
         self.prompt.first_byte(is_computed)
         self.prefill.first_byte(is_computed)
         self._release_wish()
@@ -75,11 +83,17 @@ class Dispatcher:
         self._prefetcher = prefetcher
         self._metrics, self._clock = metrics, clock
         self._probed: dict[tuple[str, str], float] = {}
+        self._refusals = Refusals()
 
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
-        """Rank `views`, of which there is at least one, for a request. Nothing is booked."""
+        """Rank `views`, of which there is at least one, for a request; those that refused lately only where all did.
+
+        Nothing is booked.
+        """
+        now = self._clock()
+        views = [view for view in views if not self._refusals.back_off_s(view.engine, now)] or views
         with self._metrics.stage("route", self._clock):
-            decision = self._policy.route(
+            return self._policy.route(
                 RoutingQuery(
                     prompt_tokens=prepared.encoding.prompt_tokens,
                     affinity=prepared.affinity,
@@ -88,8 +102,6 @@ class Dispatcher:
                     keys=prepared.keys,
                 )
             )
-        self._metrics.decisions.labels(decision.reason).inc()
-        return decision
 
     def send_off(self, prepared: Prepared, decision: RoutingDecision, view: EngineView, is_streamed: bool) -> Dispatch:
         """Book the request on `view`, the first of the ranking, and tell its agent what will be needed."""
@@ -97,6 +109,7 @@ class Dispatcher:
         hint = hint_for(view.agent_url, keys, known.match, score, view.chunk_tokens, _peer(prepared, view, known))
         wish = self._prefetcher.send(hint or self._probe(prepared, view, known))
         prompt = self._sent.send(view, keys, known, score.expected_ttft_s)
+        self._metrics.decisions.labels(decision.reason).inc()
         prompt_tokens = prepared.prompt.tokens_of(view) or prepared.encoding.prompt_tokens
         others_prefills = self._loads.of_others(view.engine).prefills
         prefill = self._watch.send(view, prepared, score, is_streamed, others_prefills)
@@ -105,10 +118,17 @@ class Dispatcher:
             score.service_s,
             is_streamed,
             new_tokens=max(0, prompt_tokens - score.matched_tokens),
-            prompt_tokens=prompt_tokens,
+            held_tokens=max(0, prompt_tokens - score.tier_tokens.get(Tier.GPU, 0)),
             ahead_s=self._loads.ahead_s(view.engine),
         )
-        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher)
+        answered = partial(self._note_answered, view.engine)
+        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher, answered)
+
+    def _note_answered(self, engine: str, status: int) -> None:
+        if status == 200:
+            self._refusals.note_served(engine)
+        elif status == TOO_MANY or status >= SERVER_ERRORS:  # what the client has done wrong is no sign of the engine
+            self._refusals.note_refused(engine, self._clock())
 
     def _known(self, prepared: Prepared, view: EngineView) -> KnownMatch:
         holders = prepared.holders
@@ -128,6 +148,7 @@ class Dispatcher:
             prompt_tokens=prepared.prompt.tokens_of(view),
             queued_tokens=load.queued_tokens,
             active_tokens=load.active_tokens,
+            kv_tokens_max=view.kv_tokens,
             use=load.recent_s / RECENT_S,
             peer=_peer(prepared, view, known),
             expected_chunks=known.expected_chunks,

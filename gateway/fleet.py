@@ -67,6 +67,8 @@ class EngineView:
     """Where other hosts' agents fetch its host's chunks."""
     peer_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """How fast its host's agent got chunks from others, by their `peer_address`."""
+    configured_kv_tokens: int | None = None
+    """Of an engine without an agent: what its KV cache holds, where that and its tokenizer are configured."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Those of its models that it lists as adapters (LoRA), and of which model."""
 
@@ -91,6 +93,11 @@ class EngineView:
     def chunk_tokens(self) -> int:
         """Tokens in one of its chunks."""
         return UNKNOWN_CHUNK_TOKENS if self.registration is None else self.registration.chunk_tokens
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """How many tokens its KV cache holds; `None` where nobody says."""
+        return self.configured_kv_tokens if self.registration is None else self.registration.kv_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -423,6 +430,7 @@ def _static_view(engine: EngineConfig, hardware: Hardware) -> EngineView:
         rates=None if device is None else Rates(device.useful_flops(engine.devices)),
         api_key=engine.api_key.get_secret_value() if engine.api_key else None,
         known_shape=None if engine.shape is None else hardware.model(engine.shape).shape(),
+        configured_kv_tokens=None if engine.tokenizer is None else engine.kv_tokens,
     )
 
 

@@ -18,7 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-SERVICE_S_MAX = 3600.0
+from directory.members import BOOKED_SERVICE_S_MAX
+
+SERVICE_S_MAX = BOOKED_SERVICE_S_MAX
 """A prediction counts for so much at most: no answer is waited for as long, and sums of seconds stay exact enough."""
 RECENT_S = 30.0
 """In what time the memory of what was assigned to an engine fades to a third (1/e)."""
@@ -35,7 +37,7 @@ class Booking:
     engine: str
     service_s: float
     new_tokens: int
-    prompt_tokens: int
+    held_tokens: int
     starts_at: float
     """Its prefill starts then at the earliest."""
     is_streamed: bool
@@ -49,8 +51,8 @@ class Account:
 
     Of the prefills that are outstanding: `backlog_s` is the sum of their services, `head_s` that of the first one, and
     `head_at` when it could start. `free_at` is when the engine last showed that it was done with one. `queued_tokens`
-    are still to be computed there (a prompt counts whole until it is done), `active_tokens` are the prompt tokens of
-    all open requests.
+    are still to be computed there (a prompt counts whole until it is done), `active_tokens` are what the prompts of all
+    open requests hold of its KV cache; what several have in common is held once.
     """
 
     backlog_s: float
@@ -88,7 +90,8 @@ class _Queue:
 class Ledger:
     """Books, and answers what is ahead of a request. `clock` gives monotonic seconds.
 
-    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released.
+    Nothing here takes longer where more requests are open. `changes` counts what was booked, begun and released;
+    `on_change` hears of each.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -97,6 +100,7 @@ class Ledger:
         self._recent: dict[str, tuple[float, float]] = {}
         self._freed: dict[str, Account] = {}
         self.changes = 0
+        self.on_change: Callable[[], None] = lambda: None
 
     def book(
         self,
@@ -104,42 +108,46 @@ class Ledger:
         service_s: float,
         is_streamed: bool = True,
         new_tokens: int = 0,
-        prompt_tokens: int = 0,
+        held_tokens: int = 0,
         ahead_s: float = 0.0,
     ) -> Booking:
         """Book `service_s` seconds on an engine; call before sending.
 
-        `new_tokens` of the prompt's `prompt_tokens` are to be computed. `ahead_s` are the seconds of other gateways'
-        work before it: a whole answer doesn't show when its turn came.
+        `new_tokens` of the prompt are to be computed, and `held_tokens` take room in the engine's KV cache that wasn't
+        taken before. `ahead_s` are the seconds of other gateways' work before it: a whole answer doesn't show when its
+        turn came.
         """
         service_s = min(SERVICE_S_MAX, service_s)
         assert service_s >= 0, "no work takes less than no time"
         now = self._clock()
         self._remember(engine, service_s, now)
         starts_at = now if is_streamed else now + ahead_s
-        booking = Booking(engine, service_s, new_tokens, prompt_tokens, starts_at, is_streamed)
-        queue = self._queues.setdefault(engine, _Queue())
+        booking = Booking(engine, service_s, new_tokens, held_tokens, starts_at, is_streamed)
+        queue = self._queue_of(engine)
         queue.prefills[booking] = None
         queue.backlog_s += service_s
         queue.queued_tokens += new_tokens
-        queue.active_tokens += prompt_tokens
+        queue.active_tokens += held_tokens
         self._note_change(queue, 1)
         return booking
 
     def open(self, engine: str) -> Booking:
         """A request that computes nothing there: it counts as open, and for no work."""
-        queue = self._queues.setdefault(engine, _Queue())
-        self._note_change(queue, 1)
+        self._note_change(self._queue_of(engine), 1)
         return Booking(engine, 0.0, 0, 0, self._clock(), is_streamed=True, is_prefilling=False)
 
-    def first_byte(self, booking: Booking) -> None:
-        """The prefill is done; repeating it changes nothing."""
+    def first_byte(self, booking: Booking, is_computed: bool = True) -> None:
+        """The prefill is done, or it was refused and won't be (not `is_computed`); repeating it changes nothing.
+
+        A refusal shows nothing of what the engine does for others: its server may say no while its model hangs.
+        """
         if booking.is_open and booking.is_prefilling:
             queue, now = self._queues[booking.engine], self._clock()
             _settle(queue, now)
             if booking.is_prefilling:
+                if is_computed or _is_head(queue, booking):
+                    queue.free_at = max(queue.free_at, now)
                 _end_prefill(queue, booking)
-                queue.free_at = max(queue.free_at, now)
             self._note_change(queue)
 
     def release(self, booking: Booking) -> None:
@@ -150,10 +158,10 @@ class Ledger:
         queue, now = self._queues[booking.engine], self._clock()
         _settle(queue, now)
         if booking.is_prefilling:
-            if next(iter(queue.prefills)) is booking:  # what is behind it begins now
+            if _is_head(queue, booking):  # what is behind it begins now
                 queue.free_at = max(queue.free_at, now)
             _end_prefill(queue, booking)
-        queue.active_tokens -= booking.prompt_tokens
+        queue.active_tokens -= booking.held_tokens
         self._note_change(queue, -1)
         if not queue.running:
             del self._queues[booking.engine]
@@ -197,7 +205,7 @@ class Ledger:
         return self.account(engine).queued_tokens
 
     def active_tokens(self, engine: str) -> int:
-        """Prompt tokens of all open requests on this engine."""
+        """What the prompts of all open requests hold of this engine's KV cache."""
         return self.account(engine).active_tokens
 
     def recent_s(self, engine: str) -> float:
@@ -213,10 +221,16 @@ class Ledger:
         """Engines with open requests."""
         return tuple(self._queues)
 
+    def _queue_of(self, engine: str) -> _Queue:
+        if engine not in self._queues:
+            self._queues[engine] = _Queue(free_at=self._freed.get(engine, IDLE).free_at)
+        return self._queues[engine]
+
     def _note_change(self, queue: _Queue, opened: int = 0) -> None:
         queue.running += opened
         queue.account = None
         self.changes += 1
+        self.on_change()
 
     def _remember(self, engine: str, service_s: float, now: float) -> None:
         recent_s = self.recent_s(engine) + service_s
@@ -237,6 +251,10 @@ def _settle(queue: _Queue, now: float) -> None:
             return
         _end_prefill(queue, head)
         queue.free_at, queue.account = end, None
+
+
+def _is_head(queue: _Queue, booking: Booking) -> bool:
+    return next(iter(queue.prefills)) is booking
 
 
 def _end_prefill(queue: _Queue, booking: Booking) -> None:

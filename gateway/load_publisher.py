@@ -1,10 +1,12 @@
 """LoadPublisher: tells the other gateways what this one has booked, by its registration in the directory.
 
-A life of its own begins with the first report, and each later report is its renewal. Where the directory can't be
-written, everybody routes by what they know themselves, and `state` says so.
+What has changed is told at once, but for the time that must be between two reports (`EngineLoads.interval_s`). A life
+of its own begins with the first report, and each later one is its renewal. Where the directory can't be written,
+everybody routes by what they know themselves, and `state` says so.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -14,8 +16,6 @@ from directory.members import RENEW_INTERVAL_S, GatewayRegistration, Load, draw_
 from gateway.ledger import Ledger
 from gateway.shared_load import EngineLoads, published
 
-REPORT_INTERVAL_S = 0.25
-"""How often what has changed is reported while there are other gateways; what hasn't, with each renewal."""
 RETIRE_S = 1.0
 """How long ending a life may take; after that it ends by itself, a term later."""
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadPublisher:
-    """Reports the ledger until cancelled. `on_error(op)` hears of every call that failed."""
+    """Reports the ledger, whose changes it hears of, until cancelled. `on_error(op)` hears of every failed call."""
 
     def __init__(
         self,
@@ -40,6 +40,8 @@ class LoadPublisher:
         self._life: bytes | None = None
         self._reported = -1
         self._due_at = float("-inf")
+        self._has_changed = asyncio.Event()
+        ledger.on_change = self._has_changed.set
         self.state = "not reported yet"
         """`ok`, or why the other gateways don't hear of this one."""
 
@@ -52,15 +54,15 @@ class LoadPublisher:
                 except Exception:  # the edge of the loop: a report is worth less than the requests it tells of
                     logger.exception("reporting what is booked met a fault")
                     self.state = "unavailable: it met a fault of the gateway's own"
-                await self._sleep(REPORT_INTERVAL_S)
+                await self._sleep(self._loads.interval_s)
+                await self._await_news()
         finally:
             await self._retire()
 
     async def report(self) -> None:
         """Report now, if a report is due: what has changed, or a renewal."""
         now, changes = self._clock(), self._ledger.changes
-        is_news = self._reported != changes and self._life is not None and bool(self._loads.gateways)
-        if now < self._due_at and not is_news:
+        if now < self._due_at and not self._has_news():
             return
         self._due_at = now + RENEW_INTERVAL_S
         load = Load(booked=published(self._ledger, now))
@@ -73,6 +75,19 @@ class LoadPublisher:
         if self.state.startswith("unavailable"):
             logger.info("the directory takes this gateway's reports again")
         self._reported, self.state = changes, "ok"
+
+    def _has_news(self) -> bool:
+        """Whether the others should hear more than they do. Who can't be heard tries again with the renewals only."""
+        return self._reported != self._ledger.changes and self.state == "ok" and bool(self._loads.gateways)
+
+    async def _await_news(self) -> None:
+        """Wait until there is news, or a renewal is due. Nobody to tell, or no way to: the next turn looks again."""
+        if self._has_news() or self.state != "ok" or not self._loads.gateways:
+            return
+        self._has_changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._due_at - self._clock())):
+                await self._has_changed.wait()
 
     async def _begin(self, load: Load) -> None:
         """Begin a life. It is this gateway's own before it is registered: no answer may come, and it exist."""

@@ -1,10 +1,11 @@
 """What routing needs to know of a request: its encoding, its chunk keys, who holds them. Nothing is decided here."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from directory.costs import Rates, prefill_s
+from directory.costs import prefill_s
 from directory.identity import Scope
 from gateway.affinity import named_session, session_key
 from gateway.context_guard import refuse_too_long
@@ -18,7 +19,6 @@ from gateway.openai_schema import InferenceRequest
 from gateway.parity.parity import Parity, without
 from gateway.prompts import EncodedPrompt, Prompts
 from gateway.response_homes import ResponseHomes
-from gateway.routing.seconds import NEUTRAL_FLOPS
 from gateway.upstream import Headers
 
 
@@ -110,13 +110,16 @@ class Preparation:
         affinity = first_key or hashlib.sha256(prompt.best.tokens).digest()
         is_announced = any(chain.group.is_announced for chain in chains)
         named = named_session(request, incoming.headers)
-        if first_key is None and not (prompt.best.is_whole and is_announced):
+        is_little = first_key is None and not (prompt.best.is_whole and is_announced)
+        if is_little:
             affinity = session_key(request, incoming.headers)  # so little is known that many prompts have it in common
         unplaced = "" if holders.is_known else "directory-unavailable"
         if len(approximate) == len(views):
             unplaced = "approximate"
-        if not is_announced and (first_key is None or not self._are_assumed):
-            unplaced = "prefix-affinity" if first_key else "session-affinity"
+        if is_little:
+            unplaced = "session-affinity"
+        elif not is_announced and not self._are_assumed:
+            unplaced = "prefix-affinity"
         elif not is_announced and unplaced == "directory-unavailable":
             unplaced = ""  # what is assumed here is known nevertheless
         if not unplaced:
@@ -130,8 +133,8 @@ class Preparation:
             return Holders(is_known=True)
         if not self._fleet.is_directory_known():
             return Holders(is_known=False, degraded="directory_unavailable")
-        rates = views[0].rates or Rates(NEUTRAL_FLOPS)
-        expected_s = prefill_s(views[0].shape, rates, prompt_tokens)
+        rates = views[0].rates  # of an engine whose speed isn't known a lookup may take as long as any
+        expected_s = math.inf if rates is None else prefill_s(views[0].shape, rates, prompt_tokens)
         started_at = self._clock()
         holders = await self._lookup.find(chains, lookup_deadline_s(expected_s))
         self._metrics.lookup.observe(self._clock() - started_at)

@@ -23,7 +23,7 @@ class KnownMatch:
 class SentPrompts:
     """Lengthens what the directory says of a prompt's holders, and follows prompts that are sent.
 
-    `kv_tokens` is what the GPU memory of engines without an agent holds, by their names.
+    `kv_tokens` is what the GPU memory of engines without an agent holds, by their names, where that is known.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class SentPrompts:
         """What an engine can use of a prompt; `match` is what the directory says, `keys` its chunks in its naming."""
         now = self._clock()
         if view.registration is None:
-            if self.assumed.is_distrusted(view.engine, now):
-                match = NO_MATCH
-            elif (chunks := self.assumed.chunks(view.engine, keys, now)) > match.chunks:
+            if self.assumed.is_distrusted(view.engine, now):  # what is on its way there won't be kept either
+                return KnownMatch(NO_MATCH, 0)
+            if (chunks := self.assumed.chunks(view.engine, keys, now)) > match.chunks:
                 match = PrefixMatch((Tier.GPU,) * chunks)
         found = self.overlay.extend(view.engine, match, keys, now)
         return KnownMatch(found, found.chunks - match.chunks)
@@ -72,6 +72,7 @@ class SentPrompts:
 
     def note_cached(self, sent: "SentPrompt", cached_tokens: int) -> None:
         """The engine says how much of the prompt was there already."""
+        self.overlay.note_cached(sent.expectation, cached_tokens, self._clock())
         if sent.view.registration is None:
             chunks = cached_tokens // sent.view.chunk_tokens
             self.assumed.note_cached(sent.view.engine, sent.assumed, sent.promised_chunks, chunks, self._clock())

@@ -2,22 +2,27 @@
 
 An engine has one queue, whoever filled it, so accounts are joined and waits aren't added: two gateways with a second of
 work each on an engine see two seconds there, and one second later one. Pure, but for the clock that is passed in. The
-others' accounts are as old as their reports and the last poll of the table, and until the next one comes their work is
-taken to go on as predicted.
+others' accounts are as old as their reports and the last look at them, and until the next one comes their work is taken
+to go on as predicted. How often that is costs what it may:
 
-With 16 gateways and 64 busy engines a report is 5 kB, four a second; a poll's share of them costs 1% of a core, and a
-decision 2 us for each engine's load (`python -m bench.shared_load`).
+    interval = max(SHARE_INTERVAL_S, (accounts in the others' reports + engines in them) / ACCOUNTS_PER_S_MAX)
+
+Eight gateways with 16 busy engines hear of each other 20 times a second, 16 with 64 four times: a report is 5 kB then,
+and reading all of them 2% of a core. A decision takes 2 us for each engine's load (`python -m bench.shared_load`).
 """
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from directory.members import ENGINES_BOOKED_MAX, TERM_S, BookedWork, Member
+from directory.members import BOOKED_AGE_S_MAX, ENGINES_BOOKED_MAX, TERM_S, BookedWork, Member
 from gateway.ledger import IDLE, Account, Ledger
 
-AGE_S_MAX = 3600.0
-"""What happened longer ago is reported as so long ago."""
+SHARE_INTERVAL_S = 0.05
+"""How far apart a gateway's reports are at least, and its looks at the others'."""
+ACCOUNTS_PER_S_MAX = 4000
+"""Accounts of engines, in the others' reports and in the own one, that are read or told in a second; a larger fleet's
+gateways hear of each other less often. An account is 5 us of work: 2% of a core, however many there are."""
 OWN_LIVES_MAX = 1024
 """Incarnations of this gateway's own that are remembered: it draws one when its last one was lost."""
 
@@ -55,7 +60,13 @@ class EngineLoads:
         self._taken_at = float("-inf")
         self._own_lives: dict[bytes, None] = {}
         self.gateways: tuple[Member, ...] = ()
-        """The other gateways of the last table that are live."""
+        """The other gateways that were live when they were last read."""
+        self._accounts = 0
+
+    @property
+    def interval_s(self) -> float:
+        """How far apart reports, and looks at the others', are to be (see the module)."""
+        return max(SHARE_INTERVAL_S, (self._accounts + len(self._others)) / ACCOUNTS_PER_S_MAX)
 
     def of(self, engine: str) -> EngineLoad:
         """The load of an engine now."""
@@ -100,7 +111,7 @@ class EngineLoads:
             del self._own_lives[next(iter(self._own_lives))]
 
     def take(self, gateways: Sequence[Member]) -> None:
-        """The gateways' rows of the table, as just read. Lapsed ones and this gateway's own count for nothing."""
+        """The gateways' rows, as just read. Lapsed ones and this gateway's own count for nothing."""
         now = self._clock()
         self.gateways = tuple(row for row in gateways if row.is_live and row.incarnation not in self._own_lives)
         reports: dict[str, list[tuple[float, BookedWork]]] = {}
@@ -108,6 +119,7 @@ class EngineLoads:
             reported_at = now - max(0.0, TERM_S - row.remaining_s)  # each report begins a new term
             for engine, work in row.load.booked.items():
                 reports.setdefault(engine, []).append((reported_at, work))
+        self._accounts = sum(map(len, reports.values()))
         self._others = {engine: _joined(each) for engine, each in reports.items()}
         self._taken_at = now
 
@@ -126,8 +138,8 @@ def _report(account: Account, recent_s: float, now: float) -> BookedWork:
     return BookedWork(
         backlog_s=max(0.0, account.backlog_s),
         head_s=account.head_s,
-        head_age_s=min(AGE_S_MAX, max(0.0, now - account.head_at)),
-        free_age_s=min(AGE_S_MAX, max(0.0, now - account.free_at)),
+        head_age_s=min(BOOKED_AGE_S_MAX, max(0.0, now - account.head_at)) if account.prefills else 0.0,
+        free_age_s=min(BOOKED_AGE_S_MAX, max(0.0, now - account.free_at)),
         prefills=account.prefills,
         running=account.running,
         queued_tokens=account.queued_tokens,
@@ -140,21 +152,30 @@ def _joined(reports: Sequence[tuple[float, BookedWork]]) -> _Others:
     """Several gateways' reports of one engine as one account.
 
     Who of several was first in the queue can't be told from clocks, so the longest of the first ones stands for the one
-    in service, since the earliest of them could start.
+    in service, since the earliest of them could start. One pass, as there are thousands of reports a second.
     """
-    waiting = [(reported_at, work) for reported_at, work in reports if work.prefills]
-    account = Account(
-        backlog_s=sum(work.backlog_s for _, work in reports),
-        head_s=max((work.head_s for _, work in waiting), default=0.0),
-        head_at=min((reported_at - work.head_age_s for reported_at, work in waiting), default=float("-inf")),
-        free_at=max(reported_at - work.free_age_s for reported_at, work in reports),
-        prefills=sum(work.prefills for _, work in reports),
-        running=sum(work.running for _, work in reports),
-        queued_tokens=sum(work.queued_tokens for _, work in reports),
-        active_tokens=sum(work.active_tokens for _, work in reports),
-    )
-    seen_at = min((reported_at for reported_at, _ in waiting), default=float("-inf"))
-    return _Others(account, seen_at, sum(work.recent_s for _, work in reports))
+    backlog_s = head_s = recent_s = 0.0
+    head_at = seen_at = float("inf")
+    free_at = float("-inf")
+    prefills = running = queued_tokens = active_tokens = 0
+    for reported_at, work in reports:
+        free_at = max(free_at, reported_at - work.free_age_s)
+        recent_s += work.recent_s
+        if not work.running:
+            continue
+        running += work.running
+        active_tokens += work.active_tokens
+        if work.prefills:
+            backlog_s += work.backlog_s
+            prefills += work.prefills
+            queued_tokens += work.queued_tokens
+            head_s = max(head_s, work.head_s)
+            head_at = min(head_at, reported_at - work.head_age_s)
+            seen_at = min(seen_at, reported_at)
+    if not prefills:
+        head_at = seen_at = float("-inf")
+    account = Account(backlog_s, head_s, head_at, free_at, prefills, running, queued_tokens, active_tokens)
+    return _Others(account, seen_at, recent_s)
 
 
 def _joint_wait_s(own: Account, others: _Others, now: float) -> float:

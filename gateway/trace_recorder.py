@@ -1,10 +1,12 @@
 """Records requests as a trace for `warmroute replay`: when, how long, and which blocks of prompts were alike.
 
 A JSON object a line, in Mooncake's format: `timestamp` (ms since the start), `input_length` and `output_length`
-(tokens), and `hash_ids`, a number for each 512 tokens of the prompt. A number is a digest of the block's chunk key with
-a salt that is drawn for this file and kept nowhere: equal numbers say that two prompts began alike, and nothing else;
-neither text nor a key that the directory would know can be had from it. Requests are written when their answer is over,
-by a loop of its own. A file that is full, or can't be written, ends the record, never a request.
+(tokens), and `hash_ids`, a number for each 512 tokens of the prompt, and for what is left. A number is a digest of the
+block's chunk key with a salt that is drawn for this file and kept nowhere: equal numbers say that two prompts began
+alike, and nothing else; neither text nor a key that the directory would know can be had from it. Where a stream doesn't
+tell how many tokens it had (clients ask for that: `stream_options.include_usage`), its events are counted. Requests are
+written when their answer is over, by a loop of its own. A file that is full, or can't be written, ends the record,
+never a request.
 """
 
 import asyncio
@@ -62,16 +64,22 @@ class TraceRecorder:
         self.left_out = 0
         """Requests that aren't in the trace."""
 
-    def note(self, arrived_at: float, prepared: Prepared, view: EngineView, usage: Usage | None) -> None:
-        """A request that came at `arrived_at` was answered by this engine. Never waits."""
+    def note(
+        self, arrived_at: float, prepared: Prepared, view: EngineView, usage: Usage | None, events: int = 0
+    ) -> None:
+        """A request that came at `arrived_at` was answered by this engine, by so many events. Never waits."""
         if self._path is None:
             return
-        prompt_tokens = prepared.prompt.tokens_of(view) or (usage.prompt_tokens if usage is not None else 0)
-        if not prompt_tokens or usage is None or usage.output_tokens is None or len(self._rows) >= ROWS_WAITING_MAX:
+        best = prepared.prompt.best
+        counted = best.prompt_tokens if best.is_whole else 0
+        prompt_tokens = prepared.prompt.tokens_of(view) or (counted if usage is None else usage.prompt_tokens)
+        told = usage.output_tokens if usage is not None else None
+        output_tokens = (events or None) if told is None else told
+        if not prompt_tokens or output_tokens is None or len(self._rows) >= ROWS_WAITING_MAX:
             self.left_out += 1
             return
         keys = prepared.holders.keys.get(view.engine, ())
-        self._rows.append(Row(arrived_at, prompt_tokens, usage.output_tokens, keys, view.chunk_tokens))
+        self._rows.append(Row(arrived_at, prompt_tokens, output_tokens, keys, view.chunk_tokens))
 
     async def run(self) -> None:
         """Write until cancelled, and what is left then."""
@@ -81,6 +89,8 @@ class TraceRecorder:
                 await asyncio.to_thread(self._write)
         finally:
             self._write()  # after one that a thread is still at
+            if self.left_out:
+                logger.warning("%d requests aren't in the trace: how long they were isn't known", self.left_out)
             self._end()
 
     def _write(self) -> None:
@@ -120,21 +130,23 @@ class TraceRecorder:
 
 
 def block_ids(row: Row, salt: bytes) -> list[int]:
-    """A number for each whole block of the prompt; one of its own for a block that isn't known.
+    """A number for each block of the prompt; one of its own for a block that isn't whole, or isn't known.
 
     A block is named by the chunk in which it ends, and by where.
     """
     ids = []
-    for end in range(BLOCK_TOKENS, row.prompt_tokens + 1, BLOCK_TOKENS):
+    for end in range(BLOCK_TOKENS, row.prompt_tokens + BLOCK_TOKENS, BLOCK_TOKENS):
         chunk, within = divmod(end - 1, row.chunk_tokens)
-        name = row.keys[chunk] + within.to_bytes(8, "little") if chunk < len(row.keys) else secrets.token_bytes(24)
+        is_known = end <= row.prompt_tokens and chunk < len(row.keys)
+        name = row.keys[chunk] + within.to_bytes(8, "little") if is_known else secrets.token_bytes(24)
         digest = hashlib.blake2b(name, key=salt, digest_size=8).digest()
         ids.append(int.from_bytes(digest, "big") >> 64 - ID_BITS)
     return ids
 
 
 def _begin(path: Path) -> int:
-    """The file, empty, for this user only. One that is there already is kept as `<name>.1`. Raises `OSError`."""
-    if path.exists():
+    """The file, empty, for this user only. One that is there already is kept as `<name>.1`. Raises `OSError`, also
+    where a folder or a device is: they aren't moved away."""
+    if path.is_file():
         path.rename(path.with_name(f"{path.name}.1"))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -10,7 +10,10 @@ from nodeagent.messages import Hello, KvEventSource
 
 @dataclass(frozen=True, slots=True)
 class EngineHello:
-    """What an engine says of itself. `chunk_bytes` is the size of one chunk's payload; `flops` useful FLOP/s."""
+    """What an engine says of itself. `chunk_bytes` is the size of one chunk's payload; `flops` useful FLOP/s.
+
+    `kv_tokens` is how many tokens its KV cache holds, `None` where it doesn't know.
+    """
 
     engine: str
     url: str
@@ -26,6 +29,7 @@ class EngineHello:
     key_scheme: str = "warmroute"
     renderer: str = "reference"
     events: KvEventSource | None = None
+    kv_tokens: int | None = None
 
     def message(self, client: bytes) -> Hello:
         """As the door's first message, from the client of that name (16 random bytes)."""
@@ -45,4 +49,5 @@ class EngineHello:
             self.key_scheme,
             self.renderer,
             self.events,
+            self.kv_tokens,
         )

@@ -82,7 +82,8 @@ class Hello(Message, frozen=True):
 
     `client` (16 random bytes) tells the clients of one process apart, over all connections of each. An engine with
     `events` is foreign: its `gpu` tier is learned from them and not at the door, it names chunks by keys of its own,
-    and one chunk holds all ranks.
+    and one chunk holds all ranks. An engine of an earlier release doesn't say how many `kv_tokens` its KV cache holds,
+    and an agent of an earlier release passes them over.
     """
 
     client: Annotated[bytes, msgspec.Meta(min_length=CLIENT_BYTES, max_length=CLIENT_BYTES)]
@@ -100,6 +101,7 @@ class Hello(Message, frozen=True):
     key_scheme: str
     renderer: str
     events: KvEventSource | None = None
+    kv_tokens: Positive | None = None
 
 
 class Holding(Message, frozen=True):

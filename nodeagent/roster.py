@@ -249,6 +249,7 @@ class Roster:
                 context_tokens=hello.context_tokens,
                 key_scheme=hello.key_scheme,
                 renderer=hello.renderer,
+                kv_tokens=hello.kv_tokens,
             )
         except IdentityRefused as error:
             raise HelloRefused(str(error)) from error

@@ -117,6 +117,11 @@ class AssumedPlacements:
         held = self._engines.get(engine)
         return tuple(held.used_at) if held else ()
 
+    def count(self, engine: str) -> int:
+        """How many chunks `engine` is assumed to hold."""
+        held = self._engines.get(engine)
+        return len(held.used_at) if held else 0
+
     def holds(self, engine: str, key: bytes) -> bool:
         """Whether `engine` is assumed to hold a chunk."""
         held = self._engines.get(engine)

@@ -20,15 +20,23 @@ CHUNKS_MAX = 16_384
 FOLLOWERS_MAX = 8
 """How many prompts may wait on one engine for a chunk that isn't computed yet. The next one goes by load and becomes a
 second holder: a crowd doesn't stand behind one prefill, nor behind one engine that may fail."""
+MISSES_MAX = 3
+"""Answers in a row in which nothing was cached although a prompt that begins alike was computed there just before."""
+DISTRUST_S = 300.0
+"""For how long nothing is then expected of the engine: it may have no prefix cache, whatever its agent says."""
 
 
 @dataclass(eq=False, slots=True)
 class Expectation:
-    """One prompt on its way to one engine, believed until `until`; the overlay's, not to be changed by others."""
+    """One prompt on its way to one engine, believed until `until`; the overlay's, not to be changed by others.
+
+    `is_led`: another that begins alike was computed there just before.
+    """
 
     engine: str
     until: float
     is_settled: bool = False
+    is_led: bool = False
 
 
 _TAKEN_BACK = float("-inf")
@@ -49,6 +57,8 @@ class _Engine:
     stretches: dict[bytes, _Stretch] = field(default_factory=dict)
     prompts: deque[tuple[Expectation, Sequence[bytes]]] = field(default_factory=deque)
     named_chunks: int = 0
+    misses: int = 0
+    distrusted_until: float = float("-inf")
 
 
 class Overlay:
@@ -67,6 +77,8 @@ class Overlay:
     def expect(self, engine: str, keys: Sequence[bytes], until: float, now: float = float("-inf")) -> Expectation:
         """These chunks will be in the GPU memory of `engine`; believe it until `until`. What ended by `now` goes."""
         expectation, keys = Expectation(engine, until), keys[: self._chunks_max]
+        if not keys:
+            return expectation
         to = self._engines.setdefault(engine, _Engine())
         to.prompts.append((expectation, keys))
         to.named_chunks += len(keys)
@@ -75,6 +87,8 @@ class Overlay:
             if not to.prompts:
                 return expectation
         start, stretches = 0, to.stretches
+        first = stretches.get(keys[0])
+        expectation.is_led = first is not None and any(each.is_settled and each.until > now for each in first.bringing)
         while start < len(keys):
             end, stretch = start + 1, stretches.get(keys[start])
             while end < len(keys) and stretches.get(keys[end]) is stretch:
@@ -96,6 +110,15 @@ class Overlay:
         """The prompt's chunks are there; until `until` they must have been announced."""
         expectation.until, expectation.is_settled = until, True
 
+    def note_cached(self, expectation: Expectation, cached_tokens: int, now: float) -> None:
+        """The engine says how many tokens of the prompt were there already."""
+        to = self._engines.get(expectation.engine)
+        if to is None or not (expectation.is_led or cached_tokens):
+            return
+        to.misses = 0 if cached_tokens else to.misses + 1
+        if to.misses >= MISSES_MAX:
+            to.misses, to.distrusted_until = 0, now + DISTRUST_S
+
     def take_back(self, expectation: Expectation) -> None:
         """The prompt won't be computed, or wasn't; repeating it changes nothing."""
         expectation.until = _TAKEN_BACK
@@ -109,7 +132,7 @@ class Overlay:
         """`match` with what is on its way to `engine`: in its GPU memory, whatever slower tier holds it now, and longer
         by the chunks that follow, unless too many prompts wait for the last of them already."""
         to = self._engines.get(engine)
-        if to is None or not keys or not _is_coming(to, keys[0], now):
+        if to is None or not keys or now < to.distrusted_until or not _is_coming(to, keys[0], now):
             return match
         run = bisect_left(keys, True, lo=1, key=lambda key: not _is_coming(to, key, now))
         if run > match.chunks and _is_crowded(to.stretches[keys[run - 1]].bringing, now):

@@ -6,6 +6,7 @@ every gateway and in whatever order the candidates come. The published forms are
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Protocol
 
 from gateway.routing.approx_tree import ApproxTree
@@ -15,6 +16,8 @@ from gateway.routing.seconds import score_all
 
 PREFIX_WEIGHT, QUEUE_WEIGHT, KV_WEIGHT = 3.0, 2.0, 2.0
 OVERLAP_WEIGHT = 1.0
+TURNS_MAX = 4096
+"""Engines whose last turn is remembered."""
 
 Cost = tuple[float, ...]
 Costs = Callable[[RoutingQuery], Sequence[Cost]]
@@ -56,17 +59,25 @@ class ByCost:
 
 
 class RoundRobin:
-    """Each in turn, in the order of their names; who has no turn yet stands in the order of turns to come."""
+    """Each in turn: whose last turn is longest ago leads, whoever else could serve then; at first by their names.
+
+    One turn for all would be a turn for nobody: with two models in turn, each would see every other number.
+    """
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._turns = count()
+        self._last: dict[str, int] = {}
 
     def route(self, query: RoutingQuery) -> RoutingDecision:
         """See `Policy`."""
-        names = sorted(each.engine for each in query.candidates)
-        turns = {name: (number - self._turn) % len(names) for number, name in enumerate(names)}
-        self._turn = (self._turn + 1) % len(names)
-        return ranked_by(query, [(turns[each.engine],) for each in query.candidates], "round-robin")
+        place = {name: number for number, name in enumerate(sorted(each.engine for each in query.candidates))}
+        costs = [(self._last.get(each.engine, -1), place[each.engine]) for each in query.candidates]
+        decision = ranked_by(query, costs, "round-robin")
+        self._last.pop(decision.ranked[0].engine, None)
+        self._last[decision.ranked[0].engine] = next(self._turns)
+        if len(self._last) > TURNS_MAX:
+            del self._last[next(iter(self._last))]
+        return decision
 
 
 class RememberedPrefix:
@@ -144,7 +155,9 @@ def blocks_of_work(query: RoutingQuery) -> list[Cost]:
     """Dynamo's cost: overlap weight x prefill blocks + decode blocks, as if the request were there; the lowest leads.
 
     From its "Router Design" page (weight 1 by default): prefill blocks are the tokens still to be prefilled, this
-    request's uncached ones included; decode blocks those of open requests, this one's prompt included.
+    request's uncached ones included; decode blocks those of open requests, this one's prompt included. Dynamo
+    doesn't count what of this prompt open requests hold already; here all of it counts, which differs where requests
+    with one prefix meet.
     """
     costs: list[Cost] = []
     for each in query.candidates:

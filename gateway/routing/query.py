@@ -28,7 +28,7 @@ class Candidate:
     `rates` is `None` for an engine that has reported none. `wait_s` is the work booked ahead of this request,
     `prefills` how many requests on it haven't shown their first byte, `running` how many are open. `prompt_tokens` is
     the prompt's length in tokens of its own, where they aren't the query's. `queued_tokens` are still to be prefilled
-    there, `active_tokens` are the prompt tokens of its open requests, and `kv_tokens_max` is what its GPU can hold.
+    there, the prompts of its open requests hold `active_tokens` of its KV cache, which holds `kv_tokens_max` at most.
     `peer` is the other host that can lengthen its match furthest. `use` is the share of its time that was given to it
     lately, done or not. The last `expected_chunks` of `match` aren't there yet: they are on their way
     (`gateway.routing.overlay`).

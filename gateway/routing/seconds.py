@@ -10,7 +10,7 @@ token; so a crowd leaves the holder of its prefix for idle engines, and what has
 
 `replies` is `REPLY_SHARE` of the terms before it for every open request: replies share the engine's steps with
 prefills, and what is queued will reply, too. `evict` is for an engine whose GPU can't hold this prompt beside those of
-its open requests: the seconds to compute what doesn't fit once more.
+its open requests: the seconds to compute what doesn't fit once more. What of the prompt is there already is held.
 
 What another host's agent can add to the hit counts as far as it will have come when the wait is over, as chunks in
 `dram`: no engine waits for a peer.
@@ -32,8 +32,9 @@ REPLY_SHARE = 0.01
 """By how much a running reply slows a prefill, about (`warmroute.replay.hardware`). What is queued will reply, too."""
 UNKNOWN_DOUBT = 0.5
 """The share of an unknown chunk's recomputation that is charged: its partition didn't answer."""
-NEUTRAL_FLOPS = 1e12
-"""For a pool in which no engine has reported a rate: only the ratio of candidates counts then."""
+NEUTRAL_FLOPS = 2e14
+"""For a pool of which no rate is known: half of what an H100 computes. What is booked and what was given lately are
+seconds, so a rate that is far too low would make every engine seem overrun, and prefixes be left for nothing."""
 
 
 def price(candidate: Candidate) -> float:
@@ -75,7 +76,11 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
     second_s = price(candidate)
     cut, prefill = service.cut, service.cut.prefill_s + service.doubt_s
     seconds = candidate.wait_s + second_s * (cut.load_s + prefill)
-    replies, evict = REPLY_SHARE * candidate.running * seconds, _evict_s(candidate, rates, prompt_tokens)
+    tier_tokens = {
+        tier: count * candidate.chunk_tokens for tier in TIERS if (count := service.hit.tiers[: cut.chunks].count(tier))
+    }
+    to_hold = prompt_tokens - tier_tokens.get(Tier.GPU, 0)
+    replies, evict = REPLY_SHARE * candidate.running * seconds, _evict_s(candidate, rates, to_hold)
     fetched = max(0, cut.chunks - len(own.tiers))
     return Score(
         engine=candidate.engine,
@@ -84,11 +89,7 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
         load_s=cut.load_s,
         prefill_s=prefill,
         matched_tokens=cut.chunks * candidate.chunk_tokens,
-        tier_tokens={
-            tier: count * candidate.chunk_tokens
-            for tier in TIERS
-            if (count := service.hit.tiers[: cut.chunks].count(tier))
-        },
+        tier_tokens=tier_tokens,
         price=second_s,
         replies_s=replies,
         evict_s=evict,
@@ -99,11 +100,11 @@ def _score(candidate: Candidate, prompt_tokens: int, neutral: Rates) -> Score:
     )
 
 
-def _evict_s(candidate: Candidate, rates: Rates, prompt_tokens: int) -> float:
-    """Seconds to compute the tokens that won't fit, each once, whatever comes before them."""
+def _evict_s(candidate: Candidate, rates: Rates, to_hold: int) -> float:
+    """Seconds to compute the tokens that won't fit beside `to_hold` more, each once, whatever comes before them."""
     if candidate.kv_tokens_max is None:
         return 0.0
-    excess = max(0, candidate.active_tokens + prompt_tokens - candidate.kv_tokens_max)
+    excess = max(0, candidate.active_tokens + to_hold - candidate.kv_tokens_max)
     return 2 * candidate.shape.parameters * excess / rates.flops
 
 

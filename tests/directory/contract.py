@@ -150,6 +150,34 @@ class TestRegistrations:
         stand.pass_time(10)
         assert await stand.directory.members() == ()
 
+    async def test_lives_are_read_by_themselves_as_they_report_now(self, stand: Stand) -> None:
+        for life in (A, B, C):
+            await stand.directory.register(life, GATEWAY, Load())
+        known = await stand.directory.members()
+        stand.pass_time(TERM_S - 1)
+        await stand.directory.renew(A, BOOKED)
+        asked = tuple(each for each in known if each.incarnation != C)
+        found = {each.incarnation: each for each in await stand.directory.refreshed(asked)}
+        assert found.keys() == {A, B}
+        assert (found[A].registration, found[A].load, found[B].load) == (GATEWAY, BOOKED, Load())
+        assert TERM_S - 1 < found[A].remaining_s <= TERM_S
+        assert 0 <= found[B].remaining_s <= 1
+        assert await stand.directory.refreshed(()) == ()
+
+    async def test_of_lives_read_by_themselves_ended_ones_are_shown_and_forgotten_ones_are_not(
+        self, stand: Stand
+    ) -> None:
+        await stand.directory.register(A, GATEWAY, BOOKED)
+        await stand.directory.register(B, GATEWAY, BOOKED)
+        known = await stand.directory.members()
+        await stand.directory.retire(A)
+        stand.pass_time(TERM_S + 1)
+        found = {each.incarnation: each for each in await stand.directory.refreshed(known)}
+        assert (found[A].retired, found[B].retired) == (True, False)
+        assert not any(each.is_live for each in found.values())
+        stand.flush()
+        assert await stand.directory.refreshed(known) == ()
+
     async def test_registrations_are_lost_with_the_server(self, stand: Stand) -> None:
         await stand.directory.register(A, HOST, LOAD)
         stand.flush()

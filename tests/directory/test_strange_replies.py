@@ -13,7 +13,7 @@ from directory.costs import ModelShape
 from directory.errors import DirectoryError
 from directory.identity import Identity
 from directory.interface import Batch
-from directory.members import EngineRegistration, Load
+from directory.members import EngineRegistration, Load, Member
 from directory.placements import partition_of
 from directory.redis_directory import RedisDirectory
 
@@ -195,6 +195,7 @@ def ask_everything(
             lambda: directory.place(batch),
             lambda: directory.withdraw(gone),
             lambda: asked_of_each(directory),
+            lambda: directory.refreshed([Member(LIFE, ENGINE, Load(), 1.0)]),
         ]
         try:
             for number, call in enumerate(calls):

@@ -141,11 +141,13 @@ async def gateway_for(
     sender: IdsSender | None = None,
     policy: Policy | None = None,
     trace_file: Path | None = None,
+    kv_tokens: int | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
     The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
-    in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all hosts'.
+    in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all
+    hosts', `kv_tokens` what each engine's KV cache holds.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -155,7 +157,7 @@ async def gateway_for(
         host = f"host-{engine.name}"
         lives[host], lives[engine.name] = draw_incarnation(), draw_incarnation()
         await directory.register(lives[host], host_registration(host, agent_url), HOST_LOAD, TERM_S)
-        registration = engine_registration(engine.name, engine.url, host, renderer=renderer)
+        registration = engine_registration(engine.name, engine.url, host, renderer=renderer, kv_tokens=kv_tokens)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
     config = GatewayConfig(limits=limits, engines=tuple(static), routing=routing or RoutingConfig())
@@ -169,9 +171,9 @@ async def gateway_for(
         ledger, metrics = Ledger(clock), GatewayMetrics()
         loads = EngineLoads(ledger, clock)
         watch = PrefillWatch(ObservedRates(clock), metrics)
-        kv_tokens = {each.engine: each.kv_tokens for each in config.engines}
+        configured = {each.engine: each.kv_tokens for each in config.engines if each.kv_tokens is not None}
         assumed = AssumedPlacements(config.routing.assumed_s)
-        sent = SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
+        sent = SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, configured)
 
         def tell(table: FleetTable) -> None:
             probe.see(table)

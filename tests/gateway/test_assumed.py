@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import httpx
@@ -163,6 +164,16 @@ def test_other_gateways_are_not_believed_of_an_engine_that_never_has_anything_ca
         assert send(trusting, view, 4, None) == 4, "an engine that reports nothing of its cache says nothing of it"
 
 
+def test_nothing_is_on_its_way_to_an_engine_that_never_has_anything_cached() -> None:
+    _, view = of_two_gateways(60 * CHUNK)
+    moments = count(1)
+    sent = SentPrompts(Overlay(), AssumedPlacements(1e6), lambda: float(next(moments)), 1e6)
+    assert send(sent, view, 0, 0) == 0
+    for _ in range(MISSES_MAX):
+        assert send(sent, view, 0, 0) == 10
+    assert send(sent, view, 0, 0) == 0
+
+
 class Engines:
     """Engines without an agent; each reports `cached` tokens, or nothing of a cache."""
 
@@ -215,6 +226,14 @@ async def test_an_engine_without_an_agent_is_counted_on_for_what_it_answered() -
             assert await served(client, DOCUMENT + session, session) == (home, HELD, "prefix")
         engines.shift_s = 130.0
         assert (await served(client, DOCUMENT + "last"))[1] == 0
+
+
+async def test_of_engines_whose_speed_is_not_known_the_one_that_has_the_prompt_serves_one_after_the_other() -> None:
+    async with serving() as (engines, client):
+        home, _, _ = await served(client, DOCUMENT + "first")
+        for number in range(30):
+            engines.shift_s += 1.0
+            assert await served(client, DOCUMENT + f"{number:03}" * 100) == (home, HELD, "prefix")
 
 
 async def test_what_an_engine_reports_corrects_what_is_assumed() -> None:

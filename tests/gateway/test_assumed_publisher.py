@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 import redis
 from aiohttp import web
 
@@ -15,7 +16,8 @@ from directory.members import GatewayRegistration, Load, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import Reach, partition_of, unpack_holders
 from directory.redis_directory import RedisDirectory
-from gateway.assumed_publisher import LIFE_S, RENEW_S, RETRY_S, AssumedPublisher
+from gateway import assumed_publisher
+from gateway.assumed_publisher import LIFE_S, RENEW_S, RETRY_S, TERM_S, AssumedPublisher
 from gateway.config import EngineConfig, RoutingConfig
 from gateway.encoding.model_files import ModelFiles
 from gateway.fleet import EngineView, FleetTable
@@ -128,6 +130,23 @@ async def test_a_lost_answer_and_lost_writes_are_repaired_under_a_new_life() -> 
     await stand.publisher.tell()
     await stand.publisher.tell()
     assert await stand.believed() == set(KEYS[:31])
+    assert await stand.lives() == 1
+
+
+async def test_what_waits_for_a_directory_that_is_away_is_bounded_and_what_is_held_is_told_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assumed_publisher, "PENDING_MAX", 40)
+    stand = Stand()
+    stand.compute(*KEYS[:10], capacity=10)
+    await stand.publisher.tell()
+    for number, key in enumerate(KEYS[10:]):  # nothing is told meanwhile
+        stand.compute(key, capacity=10)
+        stand.now += 0.1
+        assert len(stand.publisher._told["e"].pending) <= 50, number
+    assert await stand.believed() == set(KEYS[:10]) or stand.now > TERM_S
+    await stand.publisher.tell()
+    assert await stand.believed() == set(KEYS[-10:])
     assert await stand.lives() == 1
 
 

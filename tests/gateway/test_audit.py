@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from gateway.audit import TAIL_BYTES_MAX, StreamTail, Usage, read_usage
+from gateway.audit import COUNT_MAX, TAIL_BYTES_MAX, StreamTail, Usage, read_usage
 
 USAGES = {
     "chat": ({"prompt_tokens": 9, "completion_tokens": 1}, Usage(9, None, 1)),
@@ -22,6 +22,11 @@ USAGES = {
     "messages without a cache": ({"input_tokens": 9, "output_tokens": 1}, Usage(9, None, 1)),
     "a truth value": ({"prompt_tokens": True}, None),
     "a negative": ({"prompt_tokens": -1}, None),
+    "more than there can be": ({"prompt_tokens": COUNT_MAX + 1}, None),
+    "more cached than there can be": (
+        {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 2**63}},
+        Usage(9, None),
+    ),
     "a text": ({"prompt_tokens": "9"}, None),
     "nothing": ({"output_tokens": 3}, None),
     "null": (None, None),

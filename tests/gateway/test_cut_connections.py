@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from directory.tiers import Tier
-from gateway.config import TimeoutsConfig
+from gateway.config import RoutingConfig, TimeoutsConfig
 from gateway.openai_schema import CHAT
 from tests.faulty_proxy import Cut, FaultyProxy
 from tests.gateway.assembly import TestGateway, gateway_for
@@ -23,6 +23,8 @@ from tests.virtual_time import QuietTimeLoop
 
 PROMPT = "hello there"
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}]}
+ROUTING = RoutingConfig(on_its_way_s=0)
+"""What `b` computed in the place of `a` says nothing of the next request."""
 SHORT = TimeoutsConfig(connect_s=0.3, first_byte_s=0.3, idle_s=0.3)
 FRAMINGS: tuple[Framing, ...] = ("length", "chunked", "close")
 
@@ -61,7 +63,7 @@ class Setting:
 async def setting(*, alone: bool = False, timeouts: TimeoutsConfig | None = None) -> AsyncIterator[Setting]:
     async with ByteEngine("a") as a, ByteEngine("b") as b, FaultyProxy(a.port) as proxy:
         a.url = proxy.url
-        async with gateway_for([a] if alone else [a, b], timeouts) as gateway:
+        async with gateway_for([a] if alone else [a, b], timeouts, routing=ROUTING) as gateway:
             await gateway.hold(f"user:{PROMPT};", "a", Tier.GPU)
             async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
                 yield Setting(gateway, client, proxy, a)

@@ -102,6 +102,24 @@ async def test_an_engine_joins_when_it_is_well_and_lists_its_model(setup: Setup)
     assert [view.engine for view in setup.fleet.table.serving(MODEL)] == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [
+        ({"tokenizer": "org/name", "kv_tokens": 9000}, 9000),
+        ({"tokenizer": "org/name"}, None),
+        ({"kv_tokens": 9000}, None),
+    ],
+    ids=str,
+)
+async def test_what_an_engine_without_an_agent_holds_is_known_where_it_is_configured_with_its_tokenizer(
+    config: dict[str, object], known: int | None
+) -> None:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(Answers())) as control:
+        static = EngineConfig(url=A, name="a", **config)  # type: ignore[arg-type]
+        fleet = Fleet(MemoryDirectory(Clock()), HealthCheck(control), Clock(), static=[static])
+        assert fleet.table.engines["a"].kv_tokens == known
+
+
 async def test_an_engine_is_joined_with_its_hosts_lives(setup: Setup) -> None:
     host, engine = await setup.join_host(), await setup.join("a", A)
     await setup.see()

@@ -106,6 +106,29 @@ def test_an_engine_that_does_not_answer_looks_busier_every_second() -> None:
     assert waits[0] > 9.0
 
 
+def test_an_engine_that_hangs_looks_busier_every_second_though_its_server_refuses_others() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    ledger.book("a", 2.0)
+    for second in range(1, 61):
+        clock.now = float(second)
+        refused = ledger.book("a", 0.5)
+        ledger.first_byte(refused, is_computed=False)
+        ledger.release(refused)
+    assert ledger.wait_s("a") == 58.0
+
+
+def test_when_the_head_is_refused_the_next_begins_then() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    head = ledger.book("a", 9.0)
+    ledger.book("a", 2.0)
+    clock.now = 5.0
+    ledger.first_byte(head, is_computed=False)
+    clock.now = 6.0
+    assert ledger.wait_s("a") == 1.0
+
+
 def test_when_the_head_is_given_up_the_next_begins_then() -> None:
     clock = Clock()
     ledger = Ledger(clock)
@@ -139,8 +162,8 @@ def test_a_whole_answer_behind_others_work_is_taken_for_done_after_both() -> Non
 
 def test_tokens_are_queued_until_the_first_byte_and_active_until_the_end() -> None:
     ledger = Ledger(Clock())
-    one = ledger.book("a", 1.0, new_tokens=300, prompt_tokens=1000)
-    two = ledger.book("a", 1.0, new_tokens=50, prompt_tokens=50)
+    one = ledger.book("a", 1.0, new_tokens=300, held_tokens=1000)
+    two = ledger.book("a", 1.0, new_tokens=50, held_tokens=50)
     assert (ledger.queued_tokens("a"), ledger.active_tokens("a")) == (350, 1050)
     ledger.first_byte(one)
     assert (ledger.queued_tokens("a"), ledger.active_tokens("a")) == (50, 1050)
@@ -280,7 +303,7 @@ def test_any_interleaving_is_accounted_as_if_counted_anew(steps: list[tuple[str,
         assert ledger.wait_s("a") == pytest.approx(plain.wait_s(clock.now), abs=1e-6)
         assert (ledger.prefills("a"), ledger.running("a")) == (len(left), len(plain.open))
         assert ledger.queued_tokens("a") == sum(each.new_tokens for each in left)
-        assert ledger.active_tokens("a") == sum(each.prompt_tokens for each in plain.open)
+        assert ledger.active_tokens("a") == sum(each.held_tokens for each in plain.open)
 
 
 steps = st.lists(

@@ -260,7 +260,7 @@ async def test_a_question_about_a_kept_response_is_an_open_request_and_no_work(c
 
 async def test_probes_and_new_registrations_leave_the_ledger_as_it_is() -> None:
     async with MockEngine("a") as engine, gateway_for([engine]) as gateway:
-        booking = gateway.ledger.book("a", 5.0, new_tokens=10, prompt_tokens=10)
+        booking = gateway.ledger.book("a", 5.0, new_tokens=10, held_tokens=10)
         life = draw_incarnation()
         await gateway.directory.register(life, engine_registration("a", engine.url, "host-a"), ENGINE_LOAD)
         await gateway.directory.retire(gateway.lives["a"])

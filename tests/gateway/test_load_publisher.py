@@ -22,9 +22,9 @@ from directory.members import (
 )
 from directory.memory import MemoryDirectory
 from gateway.ledger import Ledger
-from gateway.load_publisher import REPORT_INTERVAL_S, LoadPublisher
+from gateway.load_publisher import LoadPublisher
 from gateway.metrics import EngineGauges
-from gateway.shared_load import EngineLoad, EngineLoads
+from gateway.shared_load import SHARE_INTERVAL_S, EngineLoad, EngineLoads
 from tests.gateway.assembly import gateway_for
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
@@ -82,10 +82,11 @@ class Gateway:
             directory, registration, self.ledger, self.loads, clock, self.sleep, self.errors.append
         )
         self.slept: list[float] = []
+        self.wakes = asyncio.Semaphore(0)
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        await asyncio.Event().wait()
+        await self.wakes.acquire()
 
     async def read(self) -> None:
         members = await self.directory.members()
@@ -118,7 +119,7 @@ async def fleet() -> Fleet:
 
 async def test_each_gateway_hears_of_the_others_and_not_of_itself(fleet: Fleet) -> None:
     one, other = fleet.gateways
-    one.ledger.book("a", 2.0, new_tokens=10, prompt_tokens=30)
+    one.ledger.book("a", 2.0, new_tokens=10, held_tokens=30)
     await fleet.turn()
     assert one.loads.of_others("a") == EngineLoad()
     assert other.loads.of("a") == EngineLoad(2.0, 1, 1, 10, 30, recent_s=2.0)
@@ -138,6 +139,39 @@ async def test_what_changed_is_reported_at_once_and_what_did_not_with_the_renewa
     fleet.clock.now += RENEW_INTERVAL_S
     await one.publisher.report()
     assert fleet.directory.written[written:] == ["renew", "renew"]
+
+
+async def test_news_are_told_as_they_come_but_not_sooner_than_may_be(fleet: Fleet) -> None:
+    one, other = fleet.gateways
+    fleet.clock.now += RENEW_INTERVAL_S
+    running = asyncio.ensure_future(one.publisher.run())
+
+    async def waits(sleeps: int) -> None:
+        while len(one.slept) < sleeps:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    await waits(1)
+    written = len(fleet.directory.written)
+    one.ledger.book("a", 1.0)
+    one.ledger.book("a", 1.0)
+    await waits(1)
+    assert len(fleet.directory.written) == written, "the interval isn't over"
+    one.wakes.release()
+    await waits(2)
+    assert len(fleet.directory.written) == written + 1
+    await other.read()
+    assert other.loads.of("a").running == 2
+    one.wakes.release()
+    await waits(2)
+    assert len(fleet.directory.written) == written + 1, "there is no news"
+    one.ledger.book("a", 1.0)
+    await waits(3)
+    assert len(fleet.directory.written) == written + 2
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_gateway_that_is_alone_only_renews() -> None:
@@ -174,8 +208,9 @@ async def test_without_a_directory_the_own_account_counts_and_it_is_said(fleet: 
 async def test_a_directory_that_is_away_is_asked_once_a_renewal(fleet: Fleet) -> None:
     one, _ = fleet.gateways
     fleet.directory.is_away = True
-    for _ in range(round(2 * RENEW_INTERVAL_S / REPORT_INTERVAL_S)):
-        fleet.clock.now += REPORT_INTERVAL_S
+    for _ in range(round(2 * RENEW_INTERVAL_S / SHARE_INTERVAL_S)):
+        one.ledger.book("a", 0.1)
+        fleet.clock.now += SHARE_INTERVAL_S
         await one.publisher.report()
     assert one.errors == ["renew"] * 2
 
@@ -216,7 +251,7 @@ async def test_a_gateway_that_crashed_is_believed_for_a_term_and_one_that_ended_
     fleet.clock.now += RENEW_INTERVAL_S
     while not one.slept:
         await asyncio.sleep(0)
-    assert one.slept == [REPORT_INTERVAL_S]
+    assert one.slept == [SHARE_INTERVAL_S]
     await other.read()
     assert other.loads.of("a").running == 1
     fleet.clock.now += TERM_S - 0.1

@@ -21,8 +21,10 @@ from gateway.ledger import Ledger
 from gateway.lookup import PEER_HOSTS_MAX, ChunkLookup, Holders, chain_chunks, group_by_naming
 from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Hint, Prefetcher, Wish
+from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Prepared
 from gateway.prompts import EncodedPrompt
+from gateway.rates import ObservedRates
 from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery, Score
@@ -72,7 +74,7 @@ class FirstCandidate:
             Score(each.engine, 1, 0, 0, 1, 4 * max(each.match.chunks, each.peer.chunks if each.peer else 0))
             for each in query.candidates
         ]
-        return RoutingDecision(tuple(scores), "test", 1.0)
+        return RoutingDecision(tuple(scores), "test")
 
 
 class Hints(Prefetcher):
@@ -94,7 +96,9 @@ class Stand:
         self.now = 0.0
         self.policy, self.hints, ledger = FirstCandidate(), Hints(), Ledger(self.clock)
         loads, sent = EngineLoads(ledger, self.clock), SentPrompts(Overlay(), AssumedPlacements(0.0), self.clock)
-        self.dispatcher = Dispatcher(self.policy, ledger, loads, sent, self.hints, GatewayMetrics(), self.clock)
+        metrics = GatewayMetrics()
+        watch = PrefillWatch(ObservedRates(self.clock), metrics)
+        self.dispatcher = Dispatcher(self.policy, ledger, loads, sent, watch, self.hints, metrics, self.clock)
 
     def clock(self) -> float:
         return self.now

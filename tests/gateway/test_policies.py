@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from directory.placements import PrefixMatch
+from directory.placements import NO_MATCH, PrefixMatch
 from directory.tiers import Tier
 from gateway.routing.approx_tree import ApproxTree
-from gateway.routing.overlay import FOLLOWERS_MAX, Overlay
-from gateway.routing.policies import POLICIES, blocks_of_work, product, weighted_sum
+from gateway.routing.overlay import DISTRUST_S, FOLLOWERS_MAX, MISSES_MAX, Overlay
+from gateway.routing.policies import POLICIES, TURNS_MAX, RoundRobin, blocks_of_work, product, weighted_sum
 from gateway.routing.query import Candidate, RoutingQuery
 from tests.gateway.samples import RATES, SHAPE
 
@@ -73,6 +73,59 @@ def test_round_robin_takes_turns() -> None:
     policy = POLICIES["round-robin"]()
     asked = query(*map(candidate, "cab"))
     assert [policy.route(asked).ranked[0].engine for _ in range(5)] == ["a", "b", "c", "a", "b"]
+
+
+def test_round_robin_takes_turns_among_each_models_engines_whatever_comes_between() -> None:
+    policy = POLICIES["round-robin"]()
+    one, other, third = query(*map(candidate, "ab")), query(*map(candidate, "xy")), query(candidate("z"))
+    firsts = [policy.route(asked).ranked[0].engine for _ in range(4) for asked in (one, other, third)]
+    assert "".join(firsts) == "axzbyzaxzbyz"
+
+
+def test_of_a_retry_the_turn_goes_to_the_next_and_the_memory_of_turns_is_bounded() -> None:
+    policy = RoundRobin()
+    assert policy.route(query(*map(candidate, "abc"))).ranked[0].engine == "a"
+    assert policy.route(query(*map(candidate, "bc"))).ranked[0].engine == "b"
+    assert policy.route(query(*map(candidate, "abc"))).ranked[0].engine == "c"
+    for number in range(TURNS_MAX + 10):
+        policy.route(query(candidate(f"e{number}")))
+    assert len(policy._last) == TURNS_MAX
+
+
+def test_nothing_is_expected_for_a_while_of_an_engine_that_never_has_cached_what_it_just_computed() -> None:
+    overlay = Overlay()
+
+    def answered(now: float, cached_tokens: int) -> int:
+        """Send a prompt that is computed at once; how many chunks of it were on their way."""
+        run = overlay.extend("a", NO_MATCH, KEYS, now).chunks
+        sent = overlay.expect("a", KEYS, now + 5.0, now)
+        overlay.settle(sent, now + 5.0)
+        overlay.note_cached(sent, cached_tokens, now)
+        return run
+
+    assert answered(0.0, 0) == 0
+    assert [answered(1.0 + moment, 0) for moment in range(MISSES_MAX - 1)] == [10] * (MISSES_MAX - 1)
+    assert answered(4.0, 16) == 10, "one hit shows that it has a cache"
+    assert [answered(5.0 + moment, 0) for moment in range(MISSES_MAX + 1)] == [10] * MISSES_MAX + [0]
+    assert answered(5.0 + MISSES_MAX + DISTRUST_S, 0) == 0
+    assert answered(6.0 + MISSES_MAX + DISTRUST_S, 0) == 10
+
+
+def test_siblings_that_are_computed_at_once_are_no_evidence_against_a_cache() -> None:
+    overlay = Overlay()
+    burst = [overlay.expect("a", KEYS, 9.0, 0.0) for _ in range(6)]
+    for each in burst:
+        overlay.settle(each, 9.0)
+        overlay.note_cached(each, 0, 1.0)
+    assert overlay.extend("a", NO_MATCH, KEYS, 1.0).chunks == len(KEYS)
+
+
+def test_prompts_without_a_whole_chunk_are_not_remembered_behind_one_that_is_long_on_its_way() -> None:
+    overlay = Overlay()
+    overlay.expect("a", KEYS, 1e9)
+    for moment in range(100):
+        overlay.expect("a", (), moment + 5.0, float(moment))
+    assert len(overlay._engines["a"].prompts) == 1
 
 
 def test_least_load_is_blind_to_prefixes_and_prefix_to_load() -> None:

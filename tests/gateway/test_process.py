@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import httpx
+import redis
 
 from directory.members import Member
 from directory.redis_directory import RedisDirectory
@@ -62,6 +63,8 @@ def test_two_gateways_know_of_each_other_until_one_ends() -> None:
 
             until(lambda: (known_to(one), known_to(other)) == ([str(other)], [str(one)]), 30, "each knows the other")
             assert httpx.get(f"http://127.0.0.1:{one + 1}/fleet").json()["reports"] == "ok"
+            with redis.Redis(port=server.port, protocol=2) as raw:
+                until(lambda: "cmdstat_hmget" in raw.info("commandstats"), 30, "they are read by themselves")
             ending.send_signal(signal.SIGTERM)
             assert ending.wait(20) == 0
             rows = asyncio.run(_members(server.port))

@@ -45,10 +45,12 @@ def by_hand(one: Candidate, tokens: int) -> float:
         for tier in set(run[:chunks]) & set(rates.bytes_per_s):
             loaded = run[:chunks].count(tier) * CHUNK
             service += loaded * shape.kv_bytes_per_token / rates.bytes_per_s[tier] + rates.fixed_s.get(tier, 0)
-        services.append(service)
+        services.append((service, chunks))
     price = min(PRICE_MAX, 1 + one.prefills + USE_WEIGHT * one.use)
-    excess = 0 if one.kv_tokens_max is None else max(0, one.active_tokens + tokens - one.kv_tokens_max)
-    seconds = (one.wait_s + price * min(services)) * (1 + REPLY_SHARE * one.running)
+    service, chunks = min(services, key=lambda each: (each[0], -each[1]))
+    to_hold = tokens - run[:chunks].count(Tier.GPU) * CHUNK
+    excess = 0 if one.kv_tokens_max is None else max(0, one.active_tokens + to_hold - one.kv_tokens_max)
+    seconds = (one.wait_s + price * service) * (1 + REPLY_SHARE * one.running)
     return seconds + 2 * shape.parameters * excess / rates.flops
 
 
@@ -98,6 +100,11 @@ def test_an_engine_pays_for_the_tokens_that_its_gpu_can_t_hold_and_for_no_others
     full = scored(candidate("a", active_tokens=8400, kv_tokens_max=10_000))
     assert full.evict_s == pytest.approx(2 * SHAPE.parameters * 1000 / RATES.flops)
     assert scored(candidate("a", active_tokens=10**6)).evict_s == 0.0, "nothing is known of its GPU"
+
+
+def test_an_engine_pays_nothing_for_holding_what_its_gpu_holds_already() -> None:
+    full = candidate("a", (Tier.GPU,) * 3 + (Tier.DRAM,), active_tokens=8400, kv_tokens_max=10_000)
+    assert scored(full).evict_s == pytest.approx(2 * SHAPE.parameters * (1000 - 3 * CHUNK) / RATES.flops)
 
 
 def test_what_a_peer_brings_before_the_wait_is_over_is_counted_and_no_more() -> None:

@@ -38,9 +38,9 @@ class Stand:
 
 def test_what_others_booked_is_added_to_the_own() -> None:
     stand = Stand()
-    stand.own.book("a", 1.0, new_tokens=10, prompt_tokens=100)
-    stand.other.first_byte(stand.other.book("a", 9.0, new_tokens=7, prompt_tokens=70))
-    stand.other.book("a", 2.0, new_tokens=20, prompt_tokens=200)
+    stand.own.book("a", 1.0, new_tokens=10, held_tokens=100)
+    stand.other.first_byte(stand.other.book("a", 9.0, new_tokens=7, held_tokens=70))
+    stand.other.book("a", 2.0, new_tokens=20, held_tokens=200)
     stand.hear()
     assert stand.loads.of("a") == EngineLoad(3.0, 2, 3, 30, 370, recent_s=12.0)
     assert stand.loads.of_own("a") == EngineLoad(1.0, 1, 1, 10, 100, recent_s=1.0)
@@ -67,6 +67,22 @@ def test_others_work_goes_on_between_their_reports() -> None:
     for passed_s, left_s in ((0.5, 1.5), (1.5, 0.5), (3.0, 0.0)):
         stand.clock.now = 100.0 + passed_s
         assert stand.wait_s() == pytest.approx(left_s)
+
+
+@pytest.mark.parametrize("is_known_between", [False, True], ids=["booked at once", "after a request without work"])
+def test_that_an_engine_was_free_is_remembered_when_it_has_no_own_request_for_a_while(is_known_between: bool) -> None:
+    stand = Stand()
+    first = stand.own.book("a", 4.0)
+    stand.other.book("a", 3.0)
+    stand.clock.now += 5.0
+    stand.own.first_byte(first)  # the other's begins now
+    stand.own.release(first)
+    if is_known_between:
+        stand.own.release(stand.own.open("a"))
+    stand.clock.now += 1.0
+    stand.own.book("a", 1.0)
+    stand.hear()
+    assert stand.wait_s() == pytest.approx(3.0)
 
 
 def test_the_own_head_is_late_only_when_others_work_before_it_must_be_done() -> None:

@@ -87,6 +87,15 @@ async def test_siblings_in_a_burst_follow_the_first_until_it_must_have_been_anno
         assert await expected_tokens(gateway) == {}
 
 
+async def test_what_is_explained_only_is_no_decision_of_the_metrics() -> None:
+    async with gated() as (engines, gateway, client):
+        engines.gate.set()
+        await client.post(COMPLETIONS, json=asked("first"))
+        await expected_tokens(gateway)
+        counted = [gateway.count("warmroute_decisions_total", reason=reason) for reason in ("load", "prefix")]
+        assert counted == [1, 0]
+
+
 async def test_a_refused_attempts_expectation_is_taken_back_and_the_retrys_stays() -> None:
     async with gated() as (engines, gateway, client):
         engines.gate.set()

@@ -57,6 +57,13 @@ def test_a_hello_survives_its_frame():
     assert decode_hello(frame(message)[LENGTH_BYTES:]) == message
 
 
+def test_a_hello_may_say_less_or_more_than_this_version_knows():
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(make_hello(kv_tokens=4096).message(CLIENT)))
+    earlier, later = msgspec.msgpack.encode(said[:-1]), msgspec.msgpack.encode([*said, "new"])
+    assert decode_hello(earlier) == make_hello().message(CLIENT)
+    assert decode_hello(later) == make_hello(kv_tokens=4096).message(CLIENT)
+
+
 @given(st.binary(max_size=200))
 def test_garbage_is_a_protocol_error_and_nothing_else(data):
     for decode in (decode_client, decode_agent, decode_hello):

@@ -1,5 +1,6 @@
 """Two vLLM engines with an agent each, behind a gateway: requests go where their prefix is, and predictions hold."""
 
+import re
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def said(*texts: str) -> list[dict[str, str]]:
     """Messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def test_the_gateway_knows_what_each_engines_kv_cache_holds(fleet: Fleet) -> None:
+    rows = fleet.gateway.engines()
+    for name, engine in fleet.engines.items():
+        metrics = httpx.get(f"{engine.url}/metrics", timeout=30, trust_env=False).text
+        (told,) = re.findall(r'^vllm:cache_config_info\{.*kv_cache_size_tokens="(\d+)"', metrics, re.MULTILINE)
+        assert rows[name]["kv_tokens"] == int(told) > 0
 
 
 def test_four_turns_stay_with_the_engine_that_holds_them_and_predictions_hold(fleet: Fleet) -> None:

@@ -21,6 +21,7 @@ from warmroute.replay.world import Outcome
 
 SECOND_A_BLOCK = Model(ModelShape(0.5, 0, 1, 25e9 / 2048), flops=512.0, step_s=0.5)  # type: ignore[arg-type]
 """Computes a block in a second, loads one from DRAM in a quarter, and replies with two tokens a second."""
+LINE = b'{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}'
 PERFECT = Imperfection(service_error=0.0, engine_spread=0.0)
 
 
@@ -178,6 +179,13 @@ def test_a_line_that_is_no_request_is_named(line: str, says: str) -> None:
         read_trace([good, line])
 
 
+def test_prompts_share_the_keys_of_blocks_that_they_share() -> None:
+    line = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [7, %d]}'
+    first, second = read_trace([line % 8, line % 9])
+    assert first.keys[0] is second.keys[0]
+    assert first.keys == (block_key(7), block_key(8))
+
+
 def test_speed_shortens_the_times_between_arrivals() -> None:
     late = [asked(100.0, 9, 1, 0), asked(104.0, 9, 1, 0)]
     assert [each.arrival_s for each in from_zero(late, 8.0)] == [0.0, 0.5]
@@ -222,6 +230,70 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["replay", str(trace), "--compare", "second"]) == 2
     assert "second" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "says"),
+    [
+        (b"\x1f\x8b\x08", [], "trace.jsonl isn't text in UTF-8"),
+        (b"[" * 100_000, [], "trace.jsonl: line 1 isn't JSON"),
+        (LINE, ["--devices", "8"], "8b is on H100s"),
+        (LINE, ["--accelerator", "l40s", "--model", "70b"], "70b is on H100s"),
+        (LINE, ["--plot", "folder.png"], "can't write to"),
+    ],
+)
+def test_trouble_is_one_sentence(
+    written: bytes,
+    options: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
+    Path("trace.jsonl").write_bytes(written)
+    assert main(["replay", "trace.jsonl", *options]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("warmroute replay: ")
+    assert says in sentence
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--speed", "1e-300", "a number from 0.001 to 1000000, not 1e-300"),
+        ("--nodes", "1e3", "a whole number, not '1e3'"),
+        ("--engine-spread", "1e6", "from 0 to 3"),
+        ("--slo-ttft", "nan", "not nan"),
+    ],
+)
+def test_an_option_out_of_bounds_is_told_them(
+    option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["replay", "trace.jsonl", option, value])
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(BrokenPipeError(), 0), (OSError(28, "full"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_who_reads_no_more_or_interrupts_sees_no_traceback(
+    error: BaseException,
+    status: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: object) -> str:
+        raise error
+
+    monkeypatch.setattr("warmroute.replay_command.table", broken)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(LINE)
+    assert main(["replay", str(trace)]) == status
+    assert len(capfd.readouterr().err.splitlines()) == (status == 2)
 
 
 def test_a_plot_without_its_library_says_what_to_install(

@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 
@@ -11,7 +11,8 @@ import pytest
 from directory.memory import MemoryDirectory
 from directory.placements import PrefixMatch
 from directory.tiers import Tier
-from gateway.routing.query import Candidate, RoutingQuery
+from gateway.routing.policies import POLICIES
+from gateway.routing.query import Candidate, RoutingDecision, RoutingQuery
 from gateway.routing.router import route_by_affinity
 from tests.warmroute.worlds import EXACT, fleet, prompt, send, send_in_turn, serve, shares, ttfts
 from warmroute.replay.announcer import Announcer
@@ -22,7 +23,18 @@ from warmroute.replay.trace import TracedRequest, block_key
 from warmroute.replay.world import Outcome, World
 
 PREFIX = range(32)
-UNHEARD = Imperfection(report_interval_s=1e6)
+UNHEARD = Imperfection(poll_interval_s=1e6)
+
+
+class BoundedWorld(World):
+    """Fails where so much is to happen that it would never end."""
+
+    events = 0
+
+    def at(self, moment: float, act: Callable[[], None]) -> None:
+        self.events += 1
+        assert self.events < 20_000
+        super().at(moment, act)
 
 
 def hit_rate(outcome: Outcome) -> float:
@@ -189,6 +201,16 @@ def test_gateways_that_hear_nothing_of_each_other_route_by_their_own_account() -
     assert len(outcome.jobs) == 32
 
 
+@pytest.mark.parametrize("gateways", [2, 3, 7])
+@pytest.mark.parametrize(("report_s", "poll_s"), [(0.1, 0.2), (0.1, 0.1), (0.3, 0.1), (0.05, 0.07)], ids=str)
+def test_reports_and_polls_end_whatever_their_intervals_round_to(gateways: int, report_s: float, poll_s: float) -> None:
+    requests = [prompt(number * poll_s / 3, (), 1, number, 1) for number in range(60)]
+    known = Imperfection(report_interval_s=report_s, poll_interval_s=poll_s, report_s=0.0)
+    world = BoundedWorld(fleet(3, gateways=gateways, imperfection=known), "seconds")
+    send(world, requests)
+    assert len(world.run().jobs) == 60
+
+
 @pytest.mark.parametrize(("known", "is_avoided"), [(EXACT, True), (UNHEARD, False)], ids=["reports", "no reports"])
 def test_a_gateway_avoids_the_engine_that_another_has_filled(known: Imperfection, is_avoided: bool) -> None:
     # The first gateway has a prompt of many seconds on one engine; the second's prompts, every other one, are short.
@@ -217,6 +239,15 @@ def test_of_64_nodes_that_hold_a_block_in_three_tiers_all_are_seen() -> None:
     assert announcer.host_matches([key]) == {name: PrefixMatch((Tier.DRAM,)) for name in names}
 
 
+def test_what_a_node_holds_is_still_known_after_a_fleet_was_silent_for_hours() -> None:
+    now = 0.0
+    announcer = Announcer(MemoryDirectory(lambda: now), ["a", "b", "c"])
+    key = block_key(0)
+    for number, now in enumerate((0.0, 0.0, 9000.0)):
+        announcer.announce(number, TierChanges({key: int(Tier.GPU)}, {}), now)
+    assert announcer.matches([key]) == {name: PrefixMatch((Tier.GPU,)) for name in ("a", "b", "c")}
+
+
 @pytest.mark.parametrize(
     ("running", "stays"),
     [((0,), True), ((9,), True), ((1, 1), True), ((2, 1), True), ((3, 1), True), ((3, 0), False), ((2, 0, 0), False)],
@@ -242,3 +273,19 @@ def test_replies_that_run_on_an_engine_send_the_next_prompt_elsewhere() -> None:
     busy = outcome.engines[0]
     assert set(outcome.engines[1:11]) == {busy}
     assert outcome.engines[11:].count(busy) <= 2
+
+
+@pytest.mark.parametrize(("policy", "position"), [("seconds", 0), ("sticky", 1)])
+def test_the_default_is_asked_as_a_gateway_asks_and_others_are_told_sessions(
+    policy: str, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RoutingQuery] = []
+
+    class Listening(type(POLICIES[policy]())):  # type: ignore[misc]
+        def route(self, query: RoutingQuery) -> RoutingDecision:
+            asked.append(query)
+            return super().route(query)  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(POLICIES, policy, Listening)
+    serve(fleet(2), [prompt(0.0, range(4), 0, 0)], policy)
+    assert [each.affinity for each in asked] == [asked[0].keys[position]]

@@ -31,13 +31,13 @@ class Announcer:
         self._host_reach = ReachTable([Reach(engine, frozenset(), frozenset({host})) for engine, _, host in lives])
 
     def announce(self, number: int, changes: TierChanges, now: float) -> None:
-        """Place what changed on a node. Lives that were silent for long speak up, or they would be forgotten."""
-        self._place(self._own[number], changes.own, now)
-        self._place(self._hosts[number], changes.host, now)
+        """Place what changed on a node. Lives that were silent for long speak up before, or they would be forgotten."""
         if now - min(self._spoke_at.values(), default=now) > REMEMBERED_S / 2:
             for life, spoke_at in list(self._spoke_at.items()):
                 if now - spoke_at > REMEMBERED_S / 4:
                     self._send(life, (), now)
+        self._place(self._own[number], changes.own, now)
+        self._place(self._hosts[number], changes.host, now)
 
     def matches(self, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """How far each engine reaches over these keys; those without a hit are left out."""

@@ -46,6 +46,7 @@ class GatewayModel:
 
     def __init__(self, plan: FleetPlan, policy: str, clock: Callable[[], float], incarnation: bytes) -> None:
         self._plan, self._clock, self._incarnation = plan, clock, incarnation
+        self._affinity = beginning if policy == "seconds" else session
         self._ledger, self._overlay, self._policy = Ledger(clock), Overlay(), POLICIES[policy]()
         self._loads = EngineLoads(self._ledger, clock)
         self._loads.disregard(incarnation)
@@ -61,7 +62,7 @@ class GatewayModel:
         """Rank `engines` for a request. `matches` are what the directory says, `peers` what lengthens those."""
         keys = request.keys
         candidates = tuple(self._candidate(engine, keys, matches.get(engine, NO_MATCH), peers) for engine in engines)
-        return self._policy.route(RoutingQuery(request.prompt_tokens, affinity(request), candidates, keys=keys))
+        return self._policy.route(RoutingQuery(request.prompt_tokens, self._affinity(request), candidates, keys=keys))
 
     def send_off(self, request: TracedRequest, decision: RoutingDecision, service_error: float) -> Sent:
         """Book a request on the first of the ranking, whose service is misjudged by this factor."""
@@ -83,7 +84,7 @@ class GatewayModel:
             score.engine,
             score.service_s * service_error,
             new_tokens=request.prompt_tokens - score.matched_tokens,
-            prompt_tokens=request.prompt_tokens,
+            held_tokens=request.prompt_tokens,
             ahead_s=self._loads.ahead_s(score.engine),
         )
         return Sent(score.engine, booking, expectation, sending, score.matched_tokens)
@@ -138,9 +139,18 @@ class GatewayModel:
         return replace(candidate, peer=peer) if peer is not None and peer.chunks > match.chunks else candidate
 
 
-def affinity(request: TracedRequest) -> bytes:
-    """What sticks together: the second block names the first as well, which in many traces is everybody's.
+def beginning(request: TracedRequest) -> bytes:
+    """What the gateway asks by where clients name no session: the first key. The router looks further itself.
 
     Prompts that fill no block are taken to be different.
     """
-    return request.keys[min(1, len(request.keys) - 1)] if request.keys else repr(request).encode()
+    return request.keys[0] if request.keys else repr(request).encode()
+
+
+def session(request: TracedRequest) -> bytes:
+    """What the other policies stick to, and break ties by: the second block, as if clients named their sessions.
+
+    It names the first as well, which in many traces is everybody's. By that, all ties would go to one engine; the
+    published forms break them at random.
+    """
+    return request.keys[min(1, len(request.keys) - 1)] if request.keys else beginning(request)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from directory.costs import ModelShape, Rates, kv_bytes_per_token
 from directory.hardware import Hardware
-from directory.members import POLL_INTERVAL_S
 from directory.tiers import Tier
+from gateway.shared_load import SHARE_INTERVAL_S
 
 TIER_BYTES_PER_S = {Tier.DRAM: 25e9, Tier.NVME: 7e9}
 TIER_FIXED_S = {Tier.NVME: 0.002}
@@ -61,14 +61,16 @@ class Imperfection:
 
     `service_error`: standard deviation of the logarithm of a booked service over the expected one; `engine_spread`: the
     same of an engine's real speed; `announce_delay_s`: until a change in a tier is in the directory. A gateway
-    reports its load every `report_interval_s`, and reads the others' reports every `poll_interval_s`.
+    reports its load when it changes, `report_interval_s` after its last report or later, which the others can read
+    `report_s` seconds later; they do so every `poll_interval_s`.
     """
 
     service_error: float = 0.25
     engine_spread: float = 0.1
     announce_delay_s: float = 0.3
-    report_interval_s: float = 0.25
-    poll_interval_s: float = POLL_INTERVAL_S
+    report_interval_s: float = SHARE_INTERVAL_S
+    report_s: float = 0.002
+    poll_interval_s: float = SHARE_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)

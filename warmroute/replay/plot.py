@@ -1,5 +1,6 @@
 """A picture of replays: how long users wait, in all and over time, and what each tier served. Needs matplotlib."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +29,17 @@ class Curve:
 
 def check_plot(path: Path) -> None:
     """Raises `PlotError` where `draw` would, before a long replay."""
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise PlotError(f"--plot writes {', '.join(SUFFIXES)}, not {path.name}")
     if not path.parent.is_dir():
         raise PlotError(f"--plot: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PlotError(f"--plot can't write to {path}")
     _pyplot()
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Write the picture. Raises `PlotError`, or `OSError`."""
+    """Write the picture. Raises `PlotError`."""
     pyplot = _pyplot()
     figure, (spread, course, tiers) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for curve in curves:
@@ -55,8 +58,12 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     for axes in (spread, course, tiers):
         axes.legend()
         axes.grid(alpha=0.3)
-    figure.savefig(path)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise PlotError(f"the picture can't be written: {error}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def _means(curve: Curve) -> tuple[list[float], list[float]]:

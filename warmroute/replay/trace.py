@@ -35,7 +35,8 @@ class TracedRequest:
 
 def read_trace(lines: Iterable[str]) -> list[TracedRequest]:
     """The requests of a trace, in the order of their arrival. Raises `TraceError`."""
-    requests = [_read_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    keys = _Keys()
+    requests = [_read_line(number, line, keys) for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise TraceError("the trace holds no request")
     return sorted(requests, key=lambda each: each.arrival_s)
@@ -66,10 +67,18 @@ def block_key(block_id: int) -> bytes:
     return b"\x00" + digest
 
 
-def _read_line(number: int, line: str) -> TracedRequest:
+class _Keys(dict[int, bytes]):
+    """The key of each block, one object however many prompts have it: most of a long trace's memory."""
+
+    def __missing__(self, block_id: int) -> bytes:
+        key = self[block_id] = block_key(block_id)
+        return key
+
+
+def _read_line(number: int, line: str, keys: _Keys) -> TracedRequest:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"line {number} isn't JSON: {error}") from None
     if not isinstance(row, dict):
         raise TraceError(f"line {number} must be an object")
@@ -86,7 +95,7 @@ def _read_line(number: int, line: str) -> TracedRequest:
         arrival_s=_whole(number, row, "timestamp", 0, 10**13) / 1000,
         prompt_tokens=prompt_tokens,
         output_tokens=max(1, _whole(number, row, "output_length", 0, TOKENS_MAX)),
-        keys=tuple(block_key(each) for each in ids[:full]),
+        keys=tuple(keys[each] for each in ids[:full]),
     )
 
 

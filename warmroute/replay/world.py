@@ -56,6 +56,7 @@ class World:
         lives = [number.to_bytes(INCARNATION_BYTES, "big") for number in range(plan.gateways)]
         self._gateways = [GatewayModel(plan, policy, self.clock, life) for life in lives]
         self._reports: dict[GatewayModel, Report] = {}
+        self._reported_at: dict[GatewayModel, float] = {}
         self._due: set[tuple[str, GatewayModel]] = set()
         self._announcer = Announcer(MemoryDirectory(self.clock), list(self._numbers))
         self._peers = PeerNetwork(plan)
@@ -96,7 +97,7 @@ class World:
         self._chosen.append(engine)
         self._spills += _is_spill(decision)
         self._sent[number] = gateway, sent
-        self._await_turn("report", gateway)
+        self._report_soon(gateway)
         self._fetch(engine, request, decision.ranked[0])
         self._take(engine, self._engines[engine].submit(job, self.now))
         return engine
@@ -136,9 +137,11 @@ class World:
         for job in happened.first_tokens:
             gateway, sent = self._sent[job.number]
             gateway.first_byte(sent)
+            self._report_soon(gateway)
         for job in happened.ends:
             gateway, sent = self._sent.pop(job.number)
             gateway.release(sent, job.tier_tokens.total())
+            self._report_soon(gateway)
             self.at(self.now, partial(self.on_end, job))
         for moment, changes in happened.changes:
             self._announce_later(engine, changes, moment)
@@ -154,27 +157,34 @@ class World:
         if version == self._versions[engine]:  # else something came between, and it will be looked at in its time
             self._take(engine, self._engines[engine].advance(self.now))
 
-    def _await_turn(self, what: str, gateway: GatewayModel) -> None:
-        """Let a gateway report, or poll, at its next turn. Each has turns of its own; they end where all is told."""
-        if len(self._gateways) == 1 or (what, gateway) in self._due:
+    def _report_soon(self, gateway: GatewayModel) -> None:
+        """Let a gateway that has news report it: now, or as long after its last report as must be."""
+        if len(self._gateways) == 1 or ("report", gateway) in self._due:
             return
-        self._due.add((what, gateway))
-        interval_s, act = {
-            "report": (self._plan.imperfection.report_interval_s, self._report),
-            "poll": (self._plan.imperfection.poll_interval_s, self._poll),
-        }[what]
-        phase_s = interval_s * self._gateways.index(gateway) / len(self._gateways)
-        turns = math.floor((self.now - phase_s) / interval_s) + 1
-        turn_s = phase_s + turns * interval_s
-        self.at(turn_s if turn_s > self.now else turn_s + interval_s, partial(act, gateway))  # rounding may give now
+        self._due.add(("report", gateway))
+        due = self._reported_at.get(gateway, -math.inf) + self._plan.imperfection.report_interval_s
+        self.at(max(self.now, due), partial(self._report, gateway))
 
     def _report(self, gateway: GatewayModel) -> None:
         self._due.discard(("report", gateway))
-        self._reports[gateway] = gateway.report()
-        if not gateway.is_idle:
-            self._await_turn("report", gateway)
+        self._reported_at[gateway] = self.now
+        self.at(self.now + self._plan.imperfection.report_s, partial(self._receive_report, gateway, gateway.report()))
+
+    def _receive_report(self, gateway: GatewayModel, report: Report) -> None:
+        self._reports[gateway] = report
         for other in self._gateways:
-            self._await_turn("poll", other)
+            self._await_poll(other)
+
+    def _await_poll(self, gateway: GatewayModel) -> None:
+        """Let a gateway read the reports at its next turn. Each has turns of its own; they end where all is told."""
+        if ("poll", gateway) in self._due:
+            return
+        self._due.add(("poll", gateway))
+        interval_s = self._plan.imperfection.poll_interval_s
+        phase_s = interval_s * self._gateways.index(gateway) / len(self._gateways)
+        turns = math.floor((self.now - phase_s) / interval_s) + 1
+        turn_s = phase_s + turns * interval_s
+        self.at(max(self.now, turn_s), partial(self._poll, gateway))
 
     def _poll(self, gateway: GatewayModel) -> None:
         self._due.discard(("poll", gateway))

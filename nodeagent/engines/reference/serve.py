@@ -75,7 +75,7 @@ def build_service(
     gpu = GpuTier(gpu_chunks if use_cache else 0)
     store: ChunkStore = NoStore()
     if door is not None:
-        store = ChunkClient(door, describe(loaded, engine, url), gpu.inventory)
+        store = ChunkClient(door, describe(loaded, engine, url, gpu), gpu.inventory)
     cache: PrefixCache = NoPrefixCache()
     if use_cache:
         writer = ChunkWriter(store, metrics.count_write)
@@ -86,7 +86,7 @@ def build_service(
     return EngineService(loaded, scheduler, cache, gpu, store, metrics, int(time.time()))
 
 
-def describe(loaded: LoadedModel, engine: str, url: str) -> EngineHello:
+def describe(loaded: LoadedModel, engine: str, url: str, gpu: GpuTier) -> EngineHello:
     """What the engine says of itself at the agent's door."""
     return EngineHello(
         engine=engine,
@@ -100,6 +100,7 @@ def describe(loaded: LoadedModel, engine: str, url: str) -> EngineHello:
         context_tokens=loaded.context_tokens,
         tokenizer_files=loaded.files.as_mapping(),
         flops=loaded.speed.flops,
+        kv_tokens=gpu.chunks_max * loaded.chunk_tokens or None,
     )
 
 

@@ -138,7 +138,16 @@ def describe_engine(
         flops=settings.flops or believed_flops(vllm_config, device),
         renderer="vllm-unknown" if tokenizer.pipeline is None else renderer_of(model, tokenizer_folder),
         events=event_source(vllm_config, layout),
+        kv_tokens=kv_cache_tokens(vllm_config.cache_config),
     )
+
+
+def kv_cache_tokens(cache_config: Any) -> int | None:
+    """How many tokens this rank's KV cache holds, as vLLM logs it; `None` for a model without one.
+
+    vLLM counts them itself, once it knows its blocks: where layers differ, they aren't blocks times the block's size.
+    """
+    return getattr(cache_config, "kv_cache_size_tokens", None) or None
 
 
 def renderer_of(model: Any, tokenizer_folder: Path) -> str:

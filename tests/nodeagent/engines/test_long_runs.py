@@ -59,7 +59,7 @@ class WrittenThrough(ChunkClient):
 @contextmanager
 def engine(agent: RunningAgent, loaded: LoadedModel, name: str, gpu_chunks: int = 0) -> Iterator[Caches]:
     gpu = GpuTier(gpu_chunks)
-    client = WrittenThrough(agent.config.door, describe(loaded, name, "http://127.0.0.1:9"), gpu.inventory)
+    client = WrittenThrough(agent.config.door, describe(loaded, name, "http://127.0.0.1:9", gpu), gpu.inventory)
     client.agent = agent
     try:
         assert client.wait_connected(WAIT_S)

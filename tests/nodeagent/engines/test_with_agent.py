@@ -30,7 +30,7 @@ def agent(tmp_path: Path) -> Iterator[RunningAgent]:
 @contextmanager
 def engine(agent: RunningAgent, loaded: LoadedModel, name: str, gpu_chunks: int) -> Iterator[Caches]:
     gpu = GpuTier(gpu_chunks)
-    client = ChunkClient(agent.config.door, describe(loaded, name, "http://127.0.0.1:9"), gpu.inventory)
+    client = ChunkClient(agent.config.door, describe(loaded, name, "http://127.0.0.1:9", gpu), gpu.inventory)
     try:
         assert client.wait_connected(WAIT_S)
         with Caches(loaded, gpu=gpu, store=client) as caches:
@@ -80,16 +80,20 @@ def test_chunks_are_announced_by_tier_and_withdrawn_from_gpu_alone(agent: Runnin
         eventually(lambda: agent.believed(first) == Tier.DRAM)
 
 
-def test_the_engine_is_registered_as_it_describes_itself(agent: RunningAgent, tiny: LoadedModel) -> None:
+@pytest.mark.parametrize(("gpu_chunks", "kv_tokens"), [(8, 8 * CHUNK_TOKENS), (0, None)])
+def test_the_engine_is_registered_as_it_describes_itself(
+    agent: RunningAgent, tiny: LoadedModel, gpu_chunks: int, kv_tokens: int | None
+) -> None:
     def registrations() -> list[EngineRegistration]:
         members = agent.call(agent.directory.members())  # type: ignore[attr-defined]
         return [each.registration for each in members if isinstance(each.registration, EngineRegistration)]
 
-    with engine(agent, tiny, "one", 8):
+    with engine(agent, tiny, "one", gpu_chunks):
         eventually(registrations)
         found = registrations()[0]
     assert (found.engine, found.identity, found.models) == ("one", tiny.identity, ("tiny",))
     assert (found.chunk_tokens, found.context_tokens) == (CHUNK_TOKENS, tiny.context_tokens)
+    assert found.kv_tokens == kv_tokens
     assert found.tokenizer_files.keys() == {"tokenizer.json", "chat_template.jinja", "tokenizer_config.json"}
 
 

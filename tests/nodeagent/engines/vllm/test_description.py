@@ -1,6 +1,7 @@
 """A launch line that can't be exact is refused at the engine's start, by the name of its flag."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,13 @@ from nodeagent.engines.vllm.description import (
     check_launch,
     count_parameters,
     expert_share,
+    kv_cache_tokens,
     reachable,
 )
 from nodeagent.engines.vllm.launch import BLOCK_TOKENS, EngineLaunch, launch_line
 from nodeagent.engines.vllm.settings import EngineSettings, SettingsRefused
 
+VECTORS = Path(__file__).parents[3] / "vectors"
 SETTINGS = EngineSettings("/d.sock", "e", "http://127.0.0.1:1")
 
 
@@ -164,3 +167,20 @@ def test_only_the_experts_that_compute_a_token_count(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert count_parameters(tmp_path) == 40 + 16 + 32 + 64
     assert count_parameters(tmp_path, 0.25) == 40 + 16 + 8 + 16
+
+
+@pytest.mark.parametrize(
+    ("recorded", "tokens"), [("vllm_metrics.txt", 46_592), ("vllm_metrics_offloading.txt", 23_296)]
+)
+def test_what_its_kv_cache_holds_is_what_vllm_counted(recorded: str, tokens: int) -> None:
+    """vLLM shows the fields of its cache configuration as labels of a metric."""
+    lines = (VECTORS / recorded).read_text().split("\n")
+    (sample,) = [line for line in lines if line.startswith("vllm:cache_config_info{")]
+    fields = {name: int(value) if value.isdigit() else None for name, value in re.findall(r'(\w+)="([^"]*)"', sample)}
+    assert fields["num_gpu_blocks"] * fields["block_size"] == tokens
+    assert kv_cache_tokens(SimpleNamespace(**fields)) == tokens
+
+
+@pytest.mark.parametrize("fields", [{"kv_cache_size_tokens": None}, {"kv_cache_size_tokens": 0}, {}], ids=str)
+def test_nothing_is_known_of_a_kv_cache_that_vllm_does_not_count(fields: dict[str, int | None]) -> None:
+    assert kv_cache_tokens(SimpleNamespace(**fields)) is None
