@@ -123,7 +123,10 @@ class Answering(asyncio.Protocol):
             self._timer = self._loop.call_later(behaviour.ttft_s, self._begin, orjson.loads(body))
 
     def _begin(self, request: Mapping[str, Any]) -> None:
-        tokens, prompt_tokens = request.get("max_tokens", TOKENS_DEFAULT), int(request.get("user", 1))
+        tokens = (
+            request.get("max_tokens") or request.get("max_completion_tokens") or TOKENS_DEFAULT
+        )  # a router renames it
+        prompt_tokens = int(request.get("user") or 1)
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + tokens, "completion_tokens": tokens}
         if not request.get("stream"):
             self._end()
