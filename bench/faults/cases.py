@@ -37,7 +37,7 @@ async def one_dies(fleet: Fleet) -> Seen:
     """kill -9 in the middle of whole answers."""
     await fleet.behave(Behaviour(ttft_s=0.02))
     killing = asyncio.create_task(_later(1.0, fleet.victim.kill))
-    outcome = await fleet.ask(12, lasts_s=4.0)
+    outcome = await fleet.ask(12, lasts_s=3.0)
     await killing
     return _none_failed(outcome)
 
