@@ -30,13 +30,16 @@ DISTRUST_S = 300.0
 class Expectation:
     """One prompt on its way to one engine, believed until `until`; the overlay's, not to be changed by others.
 
-    `is_led`: another that begins alike was computed there just before.
+    `is_led`: another that begins alike was computed there just before. Once it is settled, one that
+    brought nothing new isn't believed beyond `until_at_most`, the end of those that did: else what is asked for again
+    and again and never announced would be believed for ever.
     """
 
     engine: str
     until: float
     is_settled: bool = False
     is_led: bool = False
+    until_at_most: float = float("inf")
 
 
 _TAKEN_BACK = float("-inf")
@@ -104,11 +107,13 @@ class Overlay:
                 stretch.bringing = _thinned(stretch.bringing, now)
             stretch.bringing.append(expectation)
             start = end
+        ends = [each.until for each in to.stretches[keys[-1]].bringing if each.is_settled and each.until > now]
+        expectation.until_at_most = max(ends, default=expectation.until_at_most)
         return expectation
 
     def settle(self, expectation: Expectation, until: float) -> None:
         """The prompt's chunks are there; until `until` they must have been announced."""
-        expectation.until, expectation.is_settled = until, True
+        expectation.until, expectation.is_settled = min(until, expectation.until_at_most), True
 
     def note_cached(self, expectation: Expectation, cached_tokens: int, now: float) -> None:
         """The engine says how many tokens of the prompt were there already."""

@@ -104,9 +104,9 @@ def test_nothing_is_expected_for_a_while_of_an_engine_that_never_has_cached_what
         return run
 
     assert answered(0.0, 0) == 0
-    assert [answered(1.0 + moment, 0) for moment in range(MISSES_MAX - 1)] == [10] * (MISSES_MAX - 1)
-    assert answered(4.0, 16) == 10, "one hit shows that it has a cache"
-    assert [answered(5.0 + moment, 0) for moment in range(MISSES_MAX + 1)] == [10] * MISSES_MAX + [0]
+    assert [answered(1.0 + moment / 10, 0) for moment in range(MISSES_MAX - 1)] == [10] * (MISSES_MAX - 1)
+    assert answered(2.0, 16) == 10, "one hit shows that it has a cache"
+    assert [answered(3.0 + moment / 10, 0) for moment in range(MISSES_MAX + 1)] == [10] * MISSES_MAX + [0]
     assert answered(5.0 + MISSES_MAX + DISTRUST_S, 0) == 0
     assert answered(6.0 + MISSES_MAX + DISTRUST_S, 0) == 10
 
@@ -225,6 +225,14 @@ def test_a_bounded_number_waits_for_a_chunk_and_any_number_may_follow_once_it_is
     assert overlay.extend("a", PrefixMatch(), KEYS, now=6.0).chunks == 0
 
 
+def test_what_is_asked_for_again_and_again_and_never_announced_is_believed_once() -> None:
+    overlay = Overlay()
+    for second in range(12):
+        is_believed = overlay.extend("a", PrefixMatch(), KEYS, now=second).chunks > 0
+        assert is_believed == (second % 5 > 0)
+        overlay.settle(overlay.expect("a", KEYS, until=second + 5.0, now=second), until=second + 5.0)
+
+
 def test_nothing_is_on_its_way_to_an_engine_that_is_gone() -> None:
     overlay = Overlay()
     overlay.expect("a", KEYS, until=10.0)
@@ -248,10 +256,13 @@ def test_what_is_on_its_way_is_what_any_living_prompt_brings(
 
     overlay = Overlay()
     alive: set[bytes] = set()
+    settled: list[tuple[list[int], int]] = []
     for path, fate, until in burst:
         expectation = overlay.expect("a", keys(path), until)
         if fate == "settle":
             overlay.settle(expectation, until)
+            until = min(until, max((end for longer, end in settled if longer[: len(path)] == path), default=until))
+            settled.append((path, until))
         if fate == "take back":
             overlay.take_back(expectation)
         elif until > now:
