@@ -1,7 +1,6 @@
 """The gateway's metrics. Labels are bounded: a model that isn't served counts as `other`."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -48,6 +47,7 @@ class GatewayMetrics:
             buckets=_STAGE_BUCKETS,
             registry=registry,
         )
+        self._stages: dict[str, Histogram] = {}
         self.decisions = Counter(
             "warmroute_decisions_total", "Routing decisions, by reason.", ["reason"], registry=registry
         )
@@ -147,14 +147,27 @@ class GatewayMetrics:
         for result in ("warmed", "skipped", "dropped"):
             self.replies_warmed.labels(result)
 
-    @contextmanager
-    def stage(self, stage: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Observe the seconds of a stage of routing, however it ends."""
-        started_at = clock()
-        try:
-            yield
-        finally:
-            self.routing.labels(stage).observe(clock() - started_at)
+    def stage(self, stage: str, clock: Callable[[], float]) -> "Stage":
+        """Observe the seconds of a stage of routing, however it ends: a context manager."""
+        observed = self._stages.get(stage)
+        if observed is None:
+            observed = self._stages[stage] = self.routing.labels(stage)
+        return Stage(observed, clock)
+
+
+class Stage:
+    """Observes how long its block takes. A class, for a generator costs twice as much, several times a request."""
+
+    __slots__ = ("_clock", "_observed", "_started_at")
+
+    def __init__(self, observed: Histogram, clock: Callable[[], float]) -> None:
+        self._observed, self._clock = observed, clock
+
+    def __enter__(self) -> None:
+        self._started_at = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._observed.observe(self._clock() - self._started_at)
 
 
 class EngineGauges(Collector):

@@ -49,7 +49,9 @@ class AsgiSink:
     """The client's end of an answer. Adds the request id; sends each piece at once."""
 
     def __init__(self, send: Send, request_id: bytes, downstream: Downstream) -> None:
-        self._send, self.request_id, self._downstream = send, request_id, downstream
+        self._send, self.request_id, self.departure = send, request_id, downstream.departure
+        self.push = downstream.push
+        """See `Sink`."""
         self.status: int | None = None
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -62,15 +64,6 @@ class AsgiSink:
     async def write(self, piece: bytes) -> None:
         """See `Sink`."""
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-
-    def push(self, piece: bytes) -> bool:
-        """See `Sink`."""
-        return self._downstream.push(piece)
-
-    @property
-    def departure(self) -> Departure:
-        """When the client goes."""
-        return self._downstream.departure
 
     async def finish(self) -> None:
         """See `Sink`."""

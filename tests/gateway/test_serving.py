@@ -325,6 +325,20 @@ async def test_when_the_client_goes_the_engine_sees_it_within_a_second(behaviour
         await eventually(lambda: gateway.count("warmroute_requests_total", model=MODEL, endpoint=CHAT, status="499"))
 
 
+async def test_a_client_that_goes_with_requests_in_a_row_leaves_the_first_one_too() -> None:
+    async with MockEngine("a", mock.never_answer) as engine, gateway_for([engine]) as gateway:
+        wire = b"".join(
+            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(asked), asked)
+            for asked in [orjson.dumps(body(CHAT, False))] * 2
+        )
+        _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        writer.write(wire)
+        await eventually(lambda: len(engine.received) == 1)
+        writer.transport.abort()
+        await asyncio.wait_for(engine.gone.wait(), WAIT_S)
+        await eventually(lambda: gateway.ledger.engines() == ())
+
+
 async def test_an_idle_connection_that_the_engine_closed_is_no_failure(client: httpx.AsyncClient) -> None:
     served = 0
 
