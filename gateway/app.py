@@ -1,24 +1,22 @@
-"""The gateway's composition root: builds every part, runs the loops and the two servers, and ends them in order."""
+"""The gateway's composition root: builds every part, and hands them to the servers that run and end them."""
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
-import uvicorn
+from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
 from gateway.assumed_publisher import AssumedPublisher
-from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.dispatcher import Dispatcher
@@ -49,6 +47,7 @@ from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
 from gateway.sent_prompts import SentPrompts
+from gateway.servers import Loop, listen, run_until_stopped, server, signalled
 from gateway.shared_load import EngineLoad, EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.trace_recorder import TraceRecorder
@@ -57,8 +56,45 @@ from gateway.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 
-class PortTaken(Exception):
-    """A port can't be bound; the message says which and why."""
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the gateway knows of the fleet and of its own work, and what keeps that up to date."""
+
+    metrics: GatewayMetrics
+    ledger: Ledger
+    loads: EngineLoads
+    sent: SentPrompts
+    watch: PrefillWatch
+    encoders: Encoders
+    local_models: LocalModels
+    self_checks: SelfChecks
+    probe: IdsProbe
+    fleet: Fleet
+    publisher: LoadPublisher
+    load_reader: LoadReader
+    assumer: AssumedPublisher
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """What runs beside the servers."""
+        return (
+            self.fleet,
+            self.encoders,
+            self.local_models,
+            self.probe,
+            self.publisher,
+            self.load_reader,
+            self.assumer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What answers clients and operators, and the loops behind that."""
+
+    data: OpenAiApi
+    admin: FastAPI
+    loops: tuple[Loop, ...]
 
 
 async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -> None:
@@ -68,9 +104,8 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
     loops are stopped and the clients closed.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    clock = time.monotonic
-    data_socket = _listen(config.listen.bind, config.listen.port)
-    admin_socket = _listen(config.listen.bind, config.listen.admin)
+    clock, bind = time.monotonic, config.listen.bind
+    data_socket, admin_socket = listen(bind, config.listen.port), listen(bind, config.listen.admin)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
@@ -80,71 +115,93 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         stack.push_async_callback(directory.aclose)
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
-        ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
-        loads, watch = EngineLoads(ledger, clock), PrefillWatch(ObservedRates(clock), metrics)
-        encoders, local_models, self_checks = _encoders(config, control, metrics)
-        stack.callback(encoders.close)
-        probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
-        fleet = Fleet(
-            directory,
-            HealthCheck(control),
-            clock,
-            on_change=lambda table: _tell(table, encoders, local_models, probe, sent, watch),
-            static=config.engines,
-            on_name_taken=metrics.degraded.labels("name_taken").inc,
-            on_unread=metrics.directory_errors.labels("members").inc,
-            files_of=local_models.files_of,
-            on_gateways=loads.take,
-            hardware=config.hardware.tables(),
-            own_lives=lambda: assumer.own_lives,
-        )
-        publisher, load_reader, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
-        _register_gauges(metrics, fleet, loads, watch)
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
-        lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
-        parity = Parity(fleet, directory, encoders, self_checks, metrics, clock)
-        homes, sender, prompts = ResponseHomes(clock), IdsSender(upstream, probe), Prompts(encoders, lookup)
-        preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
-        policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock)
-        dispatcher = Dispatcher(policy, ledger, loads, sent, watch, prefetcher, metrics, clock)
-        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
-        stored = StoredResponses(homes, fleet, upstream, ledger)
-        data = _server(OpenAiApi(completion, stored, fleet, metrics, config, clock, stop.is_set), config.limits.drain_s)
-        limit, report = config.limits.body_bytes_max, EncodingReport(encoders, local_models)
-        admin_app = create_admin_api(
-            completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, stop.is_set, limit
-        )
-        admin = _server(admin_app, 1.0)
+        known = _known(config, directory, control, clock)
+        stack.callback(known.encoders.close)
+        served = _served(config, directory, control, upstream, known, clock, stop.is_set)
+        data, admin = server(served.data, config.limits.drain_s), server(served.admin, 1.0)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: _signalled(stop, data))
-        listen = config.listen
-        logger.info("serving at %s:%d, admin at %s:%d", listen.bind, listen.port, listen.bind, listen.admin)
-        loops = (fleet, encoders, local_models, prefetcher, parity, probe, publisher, load_reader, assumer, recorder)
-        await _run_until_stopped(loops, ((data, data_socket), (admin, admin_socket)), stop, ready)
+            loop.add_signal_handler(number, lambda: signalled(stop, data))
+        logger.info("serving at %s:%d, admin at %s:%d", bind, config.listen.port, bind, config.listen.admin)
+        await run_until_stopped(
+            (*known.loops, *served.loops), ((data, data_socket), (admin, admin_socket)), stop, ready
+        )
 
 
-class _Loop(Protocol):
-    async def run(self) -> None: ...
+def _known(
+    config: GatewayConfig, directory: RedisDirectory, control: httpx.AsyncClient, clock: Callable[[], float]
+) -> _Known:
+    ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
+    loads, watch = EngineLoads(ledger, clock), PrefillWatch(ObservedRates(clock), metrics)
+    encoders, local_models, self_checks = _encoders(config, control, metrics)
+    probe = IdsProbe(config.encoding.send_ids, encoders, control, clock)
+    fleet = Fleet(
+        directory,
+        HealthCheck(control),
+        clock,
+        on_change=lambda table: _tell(table, encoders, local_models, probe, sent, watch),
+        static=config.engines,
+        on_name_taken=metrics.degraded.labels("name_taken").inc,
+        on_unread=metrics.directory_errors.labels("members").inc,
+        files_of=local_models.files_of,
+        on_gateways=loads.take,
+        hardware=config.hardware.tables(),
+        own_lives=lambda: assumer.own_lives,
+    )
+    publisher, load_reader, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
+    _register_gauges(metrics, fleet, loads, watch)
+    return _Known(
+        metrics,
+        ledger,
+        loads,
+        sent,
+        watch,
+        encoders,
+        local_models,
+        self_checks,
+        probe,
+        fleet,
+        publisher,
+        load_reader,
+        assumer,
+    )
 
 
-async def _run_until_stopped(
-    loops: Sequence[_Loop],
-    doors: Sequence[tuple[uvicorn.Server, socket.socket]],
-    stop: asyncio.Event,
-    ready: Callable[[], None],
-) -> None:
-    """Run them all; then end the servers, one after the other, and the loops."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(loop.run()) for loop in loops]
-        serving = [(server, tasks.create_task(server.serve(sockets=[door]))) for server, door in doors]
-        _freeze()
-        ready()
-        await stop.wait()
-        for server, task in serving:
-            server.should_exit = True
-            await task
-        for task in running:
-            task.cancel()
+def _served(
+    config: GatewayConfig,
+    directory: RedisDirectory,
+    control: httpx.AsyncClient,
+    upstream: Upstream,
+    known: _Known,
+    clock: Callable[[], float],
+    is_draining: Callable[[], bool],
+) -> _Served:
+    fleet, metrics, sent = known.fleet, known.metrics, known.sent
+    lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
+    parity = Parity(fleet, directory, known.encoders, known.self_checks, metrics, clock)
+    homes, sender = ResponseHomes(clock), IdsSender(upstream, known.probe)
+    prompts = Prompts(known.encoders, lookup)
+    preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
+    policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock)
+    dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
+    completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
+    stored = StoredResponses(homes, fleet, upstream, known.ledger)
+    data = OpenAiApi(completion, stored, fleet, metrics, config, clock, is_draining)
+    admin = create_admin_api(
+        completion,
+        fleet,
+        lookup,
+        EncodingReport(known.encoders, known.local_models),
+        known.probe,
+        known.loads,
+        known.publisher,
+        known.watch,
+        parity,
+        metrics,
+        is_draining,
+        config.limits.body_bytes_max,
+    )
+    return _Served(data, admin, (prefetcher, parity, recorder))
 
 
 def _encoders(
@@ -183,59 +240,6 @@ def _publishers(
     loads_told = LoadPublisher(directory, name, ledger, loads, time.monotonic, on_error=count)
     assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, time.monotonic, on_error=count)
     return loads_told, LoadReader(directory, loads, on_error=count), assumer
-
-
-def _freeze() -> None:
-    """What was imported stays: looking through it for garbage would hold every stream for 30 ms now and then."""
-    gc.collect()
-    gc.freeze()
-
-
-def _signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:
-    if stop.is_set():
-        data.force_exit = True
-    stop.set()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the composition root decides the order of the end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
-
-
-def _server(app: object, drain_s: float) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            lifespan="off",
-            http=ClientConnection,
-            proxy_headers=False,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, round(drain_s)),
-        )
-    )
-
-
-def _listen(bind: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    # The protocol is spelled out: asyncio sets TCP_NODELAY only where it knows that this is TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((bind, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise PortTaken(f"can't listen on {bind}:{port}: {error.strerror}") from error
-    listener.setblocking(False)
-    return listener
 
 
 def _tell(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.app import _listen as listen_gateway
+from gateway.servers import listen as listen_gateway
 from nodeagent.engines.reference.serve import _listen as listen_engine
 from nodeagent.http_api import listen as listen_agent
 

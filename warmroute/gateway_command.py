@@ -10,8 +10,9 @@ import uvloop
 
 from directory.errors import DirectoryError
 from directory.server_url import check_server_url
-from gateway.app import PortTaken, run
+from gateway.app import run
 from gateway.config import GatewayConfig
+from gateway.servers import PortTaken
 from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
 
 

@@ -1,0 +1,100 @@
+"""The process's two servers: what they listen on, and how they and the loops behind them run and end, in order."""
+
+import asyncio
+import contextlib
+import gc
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import uvicorn
+
+from gateway.client_connection import ClientConnection
+
+
+class PortTaken(Exception):
+    """A port can't be bound; the message says which and why."""
+
+
+class Loop(Protocol):
+    """What runs beside the servers, until cancelled."""
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        ...
+
+
+async def run_until_stopped(
+    loops: Sequence[Loop],
+    doors: Sequence[tuple[uvicorn.Server, socket.socket]],
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+) -> None:
+    """Run them all; then end the servers, one after the other, and the loops."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(loop.run()) for loop in loops]
+        serving = [(server, tasks.create_task(server.serve(sockets=[door]))) for server, door in doors]
+        _freeze()
+        ready()
+        await stop.wait()
+        for server, task in serving:
+            server.should_exit = True
+            await task
+        for task in running:
+            task.cancel()
+
+
+def _freeze() -> None:
+    """What was imported stays: looking through it for garbage would hold every stream for 30 ms now and then."""
+    gc.collect()
+    gc.freeze()
+
+
+def signalled(stop: asyncio.Event, data: uvicorn.Server) -> None:
+    """A signal to end: the first begins the end, the second cuts it short."""
+    if stop.is_set():
+        data.force_exit = True
+    stop.set()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its own signal handling: the composition root decides the order of the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def server(app: object, drain_s: float) -> "Server":
+    """A server of the application, not yet running; running requests have `drain_s` when it is told to end."""
+    return Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            lifespan="off",
+            http=ClientConnection,
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+        )
+    )
+
+
+def listen(bind: str, port: int) -> socket.socket:
+    """A listening socket; raises `PortTaken`."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    # The protocol is spelled out: asyncio sets TCP_NODELAY only where it knows that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((bind, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise PortTaken(f"can't listen on {bind}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
