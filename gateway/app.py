@@ -20,6 +20,7 @@ from gateway.assumed_publisher import AssumedPublisher
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.dispatcher import Dispatcher
+from gateway.drain import DrainingDoor
 from gateway.encoding.encoder import Encoders
 from gateway.encoding.files import TokenizerFiles
 from gateway.encoding.local_models import LocalModels
@@ -42,12 +43,13 @@ from gateway.prefill_watch import PrefillWatch
 from gateway.preparation import Preparation
 from gateway.prompts import Prompts
 from gateway.rates import ObservedRates
+from gateway.reload import Apply, Reload
 from gateway.response_homes import ResponseHomes
 from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES
 from gateway.sent_prompts import SentPrompts
-from gateway.servers import Loop, listen, run_until_stopped, server, signalled
+from gateway.servers import Doors, Listeners, Loop, listen_for, run_until_stopped, server, signalled
 from gateway.shared_load import EngineLoad, EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.trace_recorder import TraceRecorder
@@ -97,15 +99,22 @@ class _Served:
     loops: tuple[Loop, ...]
 
 
-async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -> None:
+async def run(
+    config: GatewayConfig,
+    ready: Callable[[], None] = lambda: None,
+    listeners: Listeners | None = None,
+    reread: Callable[[], GatewayConfig] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT. Raises `PortTaken`, or `DirectoryError` for a URL that makes no sense.
 
-    The end: readiness goes first; running requests have `drain_s` seconds (a second signal cuts that short); then the
-    loops are stopped and the clients closed.
+    `listeners` are sockets that are there already, as one of several processes has them. With SIGHUP the configuration
+    is read again by `reread`, which raises `Rejected`. The end: readiness goes first and new requests are refused;
+    running ones have `drain_s` seconds (a second signal cuts that short); then the loops are stopped and the clients
+    closed.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    clock, bind = time.monotonic, config.listen.bind
-    data_socket, admin_socket = listen(bind, config.listen.port), listen(bind, config.listen.admin)
+    clock = time.monotonic
+    listeners = listeners or listen_for(config.listen)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
@@ -116,20 +125,45 @@ async def run(config: GatewayConfig, ready: Callable[[], None] = lambda: None) -
         limits = httpx.Limits(max_connections=CHECKS_AT_ONCE_MAX * 2)
         control = await stack.enter_async_context(httpx.AsyncClient(limits=limits, trust_env=False))
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
-        known = _known(config, directory, control, clock)
+        known = _known(config, directory, control, clock, listeners.worker)
         stack.callback(known.encoders.close)
         served = _served(config, directory, control, upstream, known, clock, stop.is_set)
-        data, admin = server(served.data, config.limits.drain_s), server(served.admin, 1.0)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: signalled(stop, data))
-        logger.info("serving at %s:%d, admin at %s:%d", bind, config.listen.port, bind, config.listen.admin)
-        await run_until_stopped(
-            (*known.loops, *served.loops), ((data, data_socket), (admin, admin_socket)), stop, ready
+        reload = Reload(
+            config, reread or (lambda: config), _applied(known, served, upstream), known.metrics.count_reload
         )
+        doors = Doors(server(DrainingDoor(served.data, stop.is_set)), server(served.admin))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: signalled(stop, doors.data))
+        loop.add_signal_handler(signal.SIGHUP, reload.run)
+        said = config.listen
+        logger.info("serving at %s:%d, admin at %s:%d", said.bind, said.port, said.bind, said.admin)
+        loops = (*known.loops, *served.loops)
+        await run_until_stopped(loops, doors, listeners, stop, lambda: reload.config.limits.drain_s, ready)
+
+
+def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Apply]:
+    """What of a configuration can be changed while the gateway runs, and how."""
+
+    def engines(config: GatewayConfig) -> None:
+        known.local_models.configure(config.engines)
+        known.sent.configure(_kv_tokens(config))
+        known.fleet.configure(config.engines, config.hardware.tables())
+
+    return {
+        "limits": lambda config: served.data.configure(config.limits),
+        "timeouts": lambda config: upstream.configure(config.timeouts),
+        "engines": engines,
+        "hardware": engines,
+        "log_level": lambda config: logging.getLogger().setLevel(config.log_level.upper()),
+    }
 
 
 def _known(
-    config: GatewayConfig, directory: RedisDirectory, control: httpx.AsyncClient, clock: Callable[[], float]
+    config: GatewayConfig,
+    directory: RedisDirectory,
+    control: httpx.AsyncClient,
+    clock: Callable[[], float],
+    worker: int | None,
 ) -> _Known:
     ledger, metrics, sent = Ledger(clock), GatewayMetrics(), _sent_prompts(config, clock)
     loads, watch = EngineLoads(ledger, clock), PrefillWatch(ObservedRates(clock), metrics)
@@ -148,7 +182,8 @@ def _known(
         hardware=config.hardware.tables(),
         own_lives=lambda: assumer.own_lives,
     )
-    publisher, load_reader, assumer = _publishers(config, directory, ledger, loads, sent.assumed, fleet, metrics)
+    name = _registration(config, worker)
+    publisher, load_reader, assumer = _publishers(name, directory, ledger, loads, sent.assumed, fleet, metrics)
     _register_gauges(metrics, fleet, loads, watch)
     return _Known(
         metrics,
@@ -222,8 +257,15 @@ def _encoders(
     return encoders, local_models, self_checks
 
 
+def _registration(config: GatewayConfig, worker: int | None) -> GatewayRegistration:
+    """How other gateways know this one; each of several processes is one of its own."""
+    listen, part = config.listen, "" if worker is None else f"/{worker}"
+    name = f"{socket.gethostname()}:{listen.port}{part}"
+    return GatewayRegistration(name, f"http://{listen.bind}:{listen.admin}")
+
+
 def _publishers(
-    config: GatewayConfig,
+    name: GatewayRegistration,
     directory: RedisDirectory,
     ledger: Ledger,
     loads: EngineLoads,
@@ -231,9 +273,6 @@ def _publishers(
     fleet: Fleet,
     metrics: GatewayMetrics,
 ) -> tuple[LoadPublisher, LoadReader, AssumedPublisher]:
-    listen = config.listen
-    name = GatewayRegistration(f"{socket.gethostname()}:{listen.port}", f"http://{listen.bind}:{listen.admin}")
-
     def count(op: str) -> None:
         metrics.directory_errors.labels(op).inc()
 
@@ -261,9 +300,12 @@ def _recorder(config: GatewayConfig, clock: Callable[[], float]) -> TraceRecorde
 
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
-    kv_tokens = {each.engine: each.kv_tokens for each in config.engines if each.kv_tokens is not None}
     assumed = AssumedPlacements(config.routing.assumed_s)
-    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, kv_tokens)
+    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, _kv_tokens(config))
+
+
+def _kv_tokens(config: GatewayConfig) -> dict[str, int]:
+    return {each.engine: each.kv_tokens for each in config.engines if each.kv_tokens is not None}
 
 
 def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:

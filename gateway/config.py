@@ -284,6 +284,12 @@ class GatewayConfig(Section):
     """One gateway."""
 
     listen: ListenConfig = ListenConfig()
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that serve `port` together; each has all of its tokenizers and caches in memory.",
+    )
     directory: DirectoryConfig = DirectoryConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()

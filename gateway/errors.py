@@ -11,6 +11,7 @@
     ├─ UnsupportedEncoding 415   the body is compressed
     ├─ HeadersTooLarge     431
     ├─ NoEngineAvailable   503   nobody serves the model now
+    ├─ GatewayDraining     503   the gateway is ending
     ├─ UpstreamError       502   engines were tried and failed before the first byte
     └─ UpstreamTimeout     504   an engine didn't answer in time
 
@@ -119,6 +120,15 @@ class NoEngineAvailable(GatewayError):
     retry_after_s = 1
     type = "service_unavailable"
     code = "no_engine_available"
+
+
+class GatewayDraining(GatewayError):
+    """This gateway takes no requests any more."""
+
+    status = 503
+    retry_after_s = 1
+    type = "service_unavailable"
+    code = "gateway_draining"
 
 
 class UpstreamError(GatewayError):

@@ -26,7 +26,8 @@ from gateway.belief import Belief
 from gateway.config import EngineConfig
 from gateway.encoding.model_files import ModelFiles, registered_files
 from gateway.health import HealthCheck, Target
-from gateway.places import assumed_of, hosts_among, is_same_place, lives_by_place, member_name, member_place
+from gateway.names import Names
+from gateway.places import assumed_of, hosts_among, lives_by_place, member_name, member_place
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,7 @@ class Fleet:
         self._own_lives = own_lives
         self._directory, self._health, self._clock = directory, health, clock
         self._on_change, self._sleep = on_change, sleep
-        self._on_name_taken, self._on_unread = on_name_taken, on_unread
-        self._taken: set[tuple[str, str]] = set()
+        self._names, self._on_unread = Names(on_name_taken), on_unread
         self._watchers: dict[str, set[Callable[[], None]]] = {}
         self._static = {each.engine: _static_view(each, self._hardware) for each in static}
         self._table = FleetTable(dict(self._static), {})
@@ -205,6 +205,18 @@ class Fleet:
             if not watchers:
                 self._watchers.pop(engine, None)
 
+    def configure(self, static: Sequence[EngineConfig], hardware: Hardware) -> None:
+        """These are the engines without an agent from now on; requests on one that is left out run to their end."""
+        views = {each.engine: _static_view(each, hardware) for each in static}
+        for engine in self._static.keys() - views.keys():
+            self._watchers.pop(engine, None)
+        for engine in views:
+            self._health.list_again(engine)
+        self._static, self._hardware = views, hardware
+        of_agents = {name: view for name, view in self._table.engines.items() if view.registration is not None}
+        kept = {name: _reconfigured(self._table.engines.get(name), view) for name, view in views.items()}
+        self._publish({**kept, **of_agents}, self._table.hosts)
+
     async def run(self) -> None:
         """Refresh until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -229,7 +241,7 @@ class Fleet:
         self._note_full(members)
         incumbents = {engine: view.url for engine, view in self._table.engines.items()}
         incumbents |= {host: member_place(member) for host, member in self._table.hosts.items()}
-        hosts = self._chosen(hosts_among(members), incumbents)
+        hosts = self._names.chosen(hosts_among(members), incumbents)
         engines = self._static_views(gateways)
         engines |= {view.engine: view for view in self._views(members, hosts, incumbents)}
         for engine, view in self._table.engines.items():
@@ -332,7 +344,7 @@ class Fleet:
         self._belief_changes_at = self._belief.changes_at(now)
         engine_lives, host_lives = lives_by_place(engines), lives_by_place(hosts_among(members))
         views = []
-        for name, member in self._chosen(engines, incumbents).items():
+        for name, member in self._names.chosen(engines, incumbents).items():
             registration = member.registration
             assert isinstance(registration, EngineRegistration)
             host = hosts.get(registration.host)
@@ -376,35 +388,6 @@ class Fleet:
             views[name] = replace(view, reach=reach) if is_new else view
         return views
 
-    def _chosen(self, members: Sequence[Member], incumbents: Mapping[str, str]) -> dict[str, Member]:
-        """The row to believe of each name: live before lapsed before retired, then the place known so far.
-
-        Two live lives at different places under one name are two parties that don't know of each other: the one that
-        came first is kept, and the other is said and counted.
-        """
-        chosen: dict[str, Member] = {}
-        for member in members:
-            name = member_name(member)
-            held = chosen.get(name)
-            if held is None or self._rank(member, incumbents) > self._rank(held, incumbents):
-                held, chosen[name] = member, member
-            for one in (held, member):
-                is_other = one.is_live and chosen[name].is_live and not is_same_place(one, chosen[name])
-                if is_other and (name, member_place(one)) not in self._taken:
-                    self._taken.add((name, member_place(one)))
-                    self._on_name_taken()
-                    logger.error(
-                        "the name %s is taken: %s is left out, %s is kept",
-                        name,
-                        member_place(one),
-                        member_place(chosen[name]),
-                    )
-        return chosen
-
-    def _rank(self, member: Member, incumbents: Mapping[str, str]) -> tuple[bool, bool, bool, float]:
-        is_incumbent = incumbents.get(member_name(member)) == member_place(member)
-        return member.is_live, not member.retired, is_incumbent, member.remaining_s
-
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
         before, self._table = self._table, FleetTable(dict(engines), dict(hosts))
         for engine in list(self._watchers):
@@ -431,6 +414,20 @@ def _static_view(engine: EngineConfig, hardware: Hardware) -> EngineView:
         api_key=engine.api_key.get_secret_value() if engine.api_key else None,
         known_shape=None if engine.shape is None else hardware.model(engine.shape).shape(),
         configured_kv_tokens=None if engine.tokenizer is None else engine.kv_tokens,
+    )
+
+
+def _reconfigured(before: EngineView | None, now: EngineView) -> EngineView:
+    """`now` with what was found out of the same engine."""
+    if before is None or before.registration is not None or before.url != now.url:
+        return now
+    return replace(
+        before,
+        models=now.models or before.models,
+        rates=now.rates,
+        api_key=now.api_key,
+        known_shape=now.known_shape or before.known_shape,
+        configured_kv_tokens=now.configured_kv_tokens,
     )
 
 

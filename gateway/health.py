@@ -94,6 +94,10 @@ class HealthCheck:
         """Forget that this engine was well: its next failed check counts at once."""
         self._failures[engine] = FAILURES_MAX
 
+    def list_again(self, engine: str) -> None:
+        """Ask this engine for its models with the next check, though it is well."""
+        self._listed.pop(engine, None)
+
     async def _check_one(self, target: Target) -> Health:
         async with self._slots:
             problem = await self._problem(target)

@@ -78,11 +78,26 @@ class GatewayMetrics:
         self._count_encoding(registry)
         self._count_directory(registry)
         self._count_parity(registry)
+        self._count_process(registry)
 
     def count_encoded(self, hit_chars: int, miss_chars: int) -> None:
         """Count a prompt's characters by whether their ids were known."""
         self.tokenizer_hits.inc(hit_chars)
         self.tokenizer_misses.inc(miss_chars)
+
+    def count_reload(self, result: str) -> None:
+        """Count an attempt to reload the configuration."""
+        self.reloads.labels(result).inc()
+
+    def _count_process(self, registry: CollectorRegistry) -> None:
+        self.reloads = Counter(
+            "warmroute_config_reloads_total",
+            "Attempts to reload the configuration (SIGHUP), by result: ok, rejected.",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("ok", "rejected"):
+            self.reloads.labels(result)
 
     def _count_encoding(self, registry: CollectorRegistry) -> None:
         self.tokenizer_hits = Counter(

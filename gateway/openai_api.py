@@ -14,7 +14,7 @@ import orjson
 
 from gateway.client_connection import DOWNSTREAM, Departure, Downstream
 from gateway.completion import Completion
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, LimitsConfig
 from gateway.error_shapes import bug_answer, error_answer
 from gateway.errors import (
     BodyTooLarge,
@@ -89,6 +89,10 @@ class OpenAiApi:
     ) -> None:
         self._completion, self._stored, self._fleet, self._metrics = completion, stored, fleet, metrics
         self._limits, self._clock, self._is_draining = config.limits, clock, is_draining
+
+    def configure(self, limits: LimitsConfig) -> None:
+        """These limits are in force for requests that come from now on."""
+        self._limits = limits
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -37,6 +37,10 @@ class SentPrompts:
         self.overlay, self.assumed, self._clock = overlay, assumed, clock
         self._on_its_way_s, self._kv_tokens = on_its_way_s, kv_tokens or {}
 
+    def configure(self, kv_tokens: Mapping[str, int]) -> None:
+        """What the memory of engines without an agent holds, from now on."""
+        self._kv_tokens = kv_tokens
+
     def match(self, view: EngineView, match: PrefixMatch, keys: Sequence[bytes]) -> KnownMatch:
         """What an engine can use of a prompt; `match` is what the directory says, `keys` its chunks in its naming."""
         now = self._clock()

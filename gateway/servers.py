@@ -3,17 +3,35 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import uvicorn
 
 from gateway.client_connection import ClientConnection
+from gateway.config import ListenConfig
+from gateway.drain import drained
+
+END_TIMEOUT_S = 1
+"""What is left after the time to drain is cancelled, and has so long to clean up."""
+
+logger = logging.getLogger(__name__)
 
 
 class PortTaken(Exception):
     """A port can't be bound; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """The sockets that clients and operators reach the process by. `worker` is its number among several, from 1."""
+
+    data: socket.socket
+    admin: socket.socket
+    worker: int | None = None
 
 
 class Loop(Protocol):
@@ -24,19 +42,35 @@ class Loop(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """The two servers, not yet running."""
+
+    data: "Server"
+    admin: "Server"
+
+
 async def run_until_stopped(
     loops: Sequence[Loop],
-    doors: Sequence[tuple[uvicorn.Server, socket.socket]],
+    doors: Doors,
+    listeners: Listeners,
     stop: asyncio.Event,
+    drain_s: Callable[[], float],
     ready: Callable[[], None],
 ) -> None:
-    """Run them all; then end the servers, one after the other, and the loops."""
+    """Run them all until `stop` is set; then leave running requests `drain_s()` seconds, and end servers and loops."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(loop.run()) for loop in loops]
-        serving = [(server, tasks.create_task(server.serve(sockets=[door]))) for server, door in doors]
+        serving = [
+            (server, tasks.create_task(server.serve(sockets=[listener])))
+            for server, listener in ((doors.data, listeners.data), (doors.admin, listeners.admin))
+        ]
         _freeze()
         ready()
         await stop.wait()
+        left = await drained(lambda: len(doors.data.server_state.tasks), drain_s(), lambda: doors.data.force_exit)
+        if left:
+            logger.warning("%d requests are cut off: the time that they had is over", left)
         for server, task in serving:
             server.should_exit = True
             await task
@@ -66,8 +100,8 @@ class Server(uvicorn.Server):
         yield
 
 
-def server(app: object, drain_s: float) -> "Server":
-    """A server of the application, not yet running; running requests have `drain_s` when it is told to end."""
+def server(app: object) -> Server:
+    """A server of the application, not yet running."""
     return Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
@@ -79,9 +113,14 @@ def server(app: object, drain_s: float) -> "Server":
             server_header=False,
             date_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, round(drain_s)),
+            timeout_graceful_shutdown=END_TIMEOUT_S,
         )
     )
+
+
+def listen_for(config: ListenConfig) -> Listeners:
+    """The sockets of a gateway that is one process; raises `PortTaken`."""
+    return Listeners(listen(config.bind, config.port), listen(config.bind, config.admin))
 
 
 def listen(bind: str, port: int) -> socket.socket:

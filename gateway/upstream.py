@@ -138,6 +138,11 @@ class Upstream:
         self._timeouts = timeouts
         self._client = HttpClient(timeouts.connect_s, IDLE_KEEP_S)
 
+    def configure(self, timeouts: TimeoutsConfig) -> None:
+        """These timeouts are in force for requests that are sent from now on."""
+        self._timeouts = timeouts
+        self._client.connect_s = timeouts.connect_s
+
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
         return self

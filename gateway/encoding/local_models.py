@@ -62,11 +62,20 @@ class LocalModels:
         self._reads = asyncio.Semaphore(READS_AT_ONCE_MAX)
         self._places: dict[tuple[str, str], _Place] = {}
         self._of_engine: dict[str, _Place] = {}
+        self._watches: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._has_changed = asyncio.Event()
+        self.configure(engines)
+
+    def configure(self, engines: Sequence[EngineConfig]) -> None:
+        """Work for these engines from now on; what is loaded for one that stays is kept."""
+        before, self._places, self._of_engine = self._places, {}, {}
         for engine in engines:
             if engine.tokenizer is not None:
                 key = engine.tokenizer, engine.kind
-                place = self._places.setdefault(key, _Place(f"engines[].tokenizer of {engine.engine}", *key))
-                self._of_engine[engine.engine] = place
+                if key not in self._places:
+                    self._places[key] = before.get(key) or _Place(f"engines[].tokenizer of {engine.engine}", *key)
+                self._of_engine[engine.engine] = self._places[key]
+        self._has_changed.set()
 
     def files_of(self, engine: str) -> ModelFiles | None:
         """What an engine's prompts are encoded with, once that is loaded."""
@@ -99,8 +108,13 @@ class LocalModels:
     async def run(self) -> None:
         """Watch the folders until cancelled; one whose file system doesn't answer holds up no other."""
         async with asyncio.TaskGroup() as watches:
-            for place in self._places.values():
-                watches.create_task(self._watch(place))
+            while True:
+                self._has_changed.clear()
+                for key in self._watches.keys() - self._places.keys():
+                    self._watches.pop(key).cancel()
+                for key in self._places.keys() - self._watches.keys():
+                    self._watches[key] = watches.create_task(self._watch(self._places[key]))
+                await self._has_changed.wait()
 
     async def _watch(self, place: _Place) -> None:
         while True:

@@ -26,7 +26,7 @@ class HttpClient:
     """
 
     def __init__(self, connect_s: float, keep_s: float, tls: ssl.SSLContext | None = None) -> None:
-        self._connect_s, self._keep_s, self._tls = connect_s, keep_s, tls
+        self.connect_s, self._keep_s, self._tls = connect_s, keep_s, tls
         self.pool: ConnectionPool  # with the loop
         self._addresses: Addresses
 
@@ -93,7 +93,7 @@ class HttpClient:
     async def _connect(self, place: Place, deadline: float) -> Connection:
         """A connection to the first address that accepts one; each has its share of the time that is left."""
         origin = place.origin
-        end = min(deadline, self._loop.time() + self._connect_s)
+        end = min(deadline, self._loop.time() + self.connect_s)
         failure: Exception = TimeoutError()
         try:
             async with asyncio.timeout_at(end):

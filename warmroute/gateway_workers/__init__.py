@@ -1,0 +1,1 @@
+"""Several gateway processes on one port, and what is asked of all of them at once."""
