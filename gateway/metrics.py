@@ -1,8 +1,9 @@
 """The gateway's metrics. Labels are bounded: a model that isn't served counts as `other`."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -98,6 +99,11 @@ class GatewayMetrics:
         )
         for result in ("ok", "rejected"):
             self.reloads.labels(result)
+        tasks = Gauge(
+            "warmroute_tasks", "Tasks that are under way in the process, its loops included.", registry=registry
+        )
+        tasks.set_function(_tasks)
+        ProcessCollector(registry=registry)
 
     def _count_encoding(self, registry: CollectorRegistry) -> None:
         self.tokenizer_hits = Counter(
@@ -168,6 +174,13 @@ class GatewayMetrics:
         if observed is None:
             observed = self._stages[stage] = self.routing.labels(stage)
         return Stage(observed, clock)
+
+
+def _tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no event loop runs: nobody serves
+        return 0
 
 
 class Stage:

@@ -45,6 +45,7 @@ class Router:
     name: str
     port: int
     part: Part
+    side_port: int
 
     def cpu_s(self) -> float:
         """CPU seconds so far, to the nanosecond, as the scheduler counts them; ended threads have gone from it."""
@@ -132,7 +133,7 @@ async def standing(names: Sequence[str], folder: Path) -> AsyncIterator[Ground]:
                 own = _site(folder, next(ports), next(ports), site.directory_port, engine_ports)
                 part = await start(router_part(name, own))
                 await _until(parts, lambda name=name, own=own: is_ready(name, own), f"{name} serves")
-                routers.append(Router(name, own.port, part))
+                routers.append(Router(name, own.port, part, own.side_port))
             await asyncio.sleep(SETTLE_S)
             yield Ground(routers, engine_ports, announcer)
     finally:
