@@ -97,15 +97,12 @@ class Front:
         """The fleet, with what all workers together have booked."""
         answers = await self._ask_all("/fleet")
         said = [orjson.loads(answer.content) for answer in answers.values() if answer.status_code == 200]
-        if not said:
-            return Response(NOBODY, 503, media_type="application/json")
-        rows = [
+        merged = merged_fleet(said, self._own_names) if said else {"status": "no worker is up"}
+        merged["workers"] = [
             {"worker": each.number, "pid": each.pid, "is_up": each.is_up, "restarts": each.restarts}
             for each in self._workers
         ]
-        return Response(
-            orjson.dumps(merged_fleet(said, self._own_names) | {"workers": rows}), media_type="application/json"
-        )
+        return Response(orjson.dumps(merged), 200 if said else 503, media_type="application/json")
 
     async def passed_on(self, path: str, request: Request) -> Response:
         """Anything else is asked of the workers in turn."""
