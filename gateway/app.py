@@ -51,6 +51,7 @@ from gateway.routing.policies import POLICIES
 from gateway.sent_prompts import SentPrompts
 from gateway.servers import Doors, Listeners, Loop, listen_for, run_until_stopped, server, signalled
 from gateway.shared_load import EngineLoad, EngineLoads
+from gateway.sibling_notes import SiblingNotes
 from gateway.stored_responses import StoredResponses
 from gateway.trace_recorder import TraceRecorder
 from gateway.upstream import Upstream
@@ -127,7 +128,7 @@ async def run(
         upstream = await stack.enter_async_context(Upstream(config.timeouts))
         known = _known(config, directory, control, clock, listeners.worker)
         stack.callback(known.encoders.close)
-        served = _served(config, directory, control, upstream, known, clock, stop.is_set)
+        served = _served(config, directory, control, upstream, known, clock, stop.is_set, listeners)
         reload = Reload(
             config, reread or (lambda: config), _applied(known, served, upstream), known.metrics.count_reload
         )
@@ -210,6 +211,7 @@ def _served(
     known: _Known,
     clock: Callable[[], float],
     is_draining: Callable[[], bool],
+    listeners: Listeners,
 ) -> _Served:
     fleet, metrics, sent = known.fleet, known.metrics, known.sent
     lookup, prefetcher = ChunkLookup(directory, clock, metrics.lookup_pauses.inc), Prefetcher(control)
@@ -217,7 +219,7 @@ def _served(
     homes, sender = ResponseHomes(clock), IdsSender(upstream, known.probe)
     prompts = Prompts(known.encoders, lookup)
     preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
-    policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock)
+    policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock, listeners.worker)
     dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
     completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
@@ -236,7 +238,8 @@ def _served(
         is_draining,
         config.limits.body_bytes_max,
     )
-    return _Served(data, admin, (prefetcher, parity, recorder))
+    notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
+    return _Served(data, admin, (prefetcher, parity, recorder, *notes))
 
 
 def _encoders(
@@ -295,8 +298,12 @@ def _tell(
     watch.see(table)
 
 
-def _recorder(config: GatewayConfig, clock: Callable[[], float]) -> TraceRecorder:
-    return TraceRecorder(config.trace.file, config.trace.mb * 2**20, clock)
+def _recorder(config: GatewayConfig, clock: Callable[[], float], worker: int | None) -> TraceRecorder:
+    """Each of several processes has a file of its own."""
+    file = config.trace.file
+    if file is not None and worker is not None:
+        file = file.with_name(f"{file.stem}.{worker}{file.suffix}")
+    return TraceRecorder(file, config.trace.mb * 2**20, clock)
 
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:

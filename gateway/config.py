@@ -224,7 +224,9 @@ class TraceConfig(Section):
     """A record of requests for `warmroute replay`: times, lengths and which prompts began alike, without any text."""
 
     file: Path | None = Field(
-        None, description="Where to record; one that is there is kept as `<name>.1`. Nothing if left out."
+        None,
+        description="Where to record; one that is there is kept as `<name>.1`. Nothing if left out. With "
+        "`workers` each has a file of its own, such as trace.2.jsonl.",
     )
     mb: int = Field(256, ge=1, le=65_536, description="Megabytes (MiB) at which the record ends.")
 

@@ -27,12 +27,25 @@ class ResponseHomes:
     def __init__(self, clock: Callable[[], float], responses_max: int = RESPONSES_MAX) -> None:
         self._clock, self._responses_max = clock, responses_max
         self._homes: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self.on_change: Callable[[str, str | None], None] = lambda response_id, engine: None
+        """Hears of each response that is noted here, with its engine, or forgotten here, with none."""
 
     def __len__(self) -> int:
         return len(self._homes)
 
     def note(self, response_id: str, engine: str) -> None:
         """This engine has made this response."""
+        self._keep(response_id, engine)
+        self.on_change(response_id, engine)
+
+    def hear(self, response_id: str, engine: str | None) -> None:
+        """Another process of this gateway has noted it, or forgotten it."""
+        if engine is None:
+            self._homes.pop(response_id, None)
+        else:
+            self._keep(response_id, engine)
+
+    def _keep(self, response_id: str, engine: str) -> None:
         now = self._clock()
         self._homes[response_id] = (engine, now + RESPONSE_KEPT_S)
         self._homes.move_to_end(response_id)
@@ -47,6 +60,7 @@ class ResponseHomes:
     def forget(self, response_id: str) -> None:
         """It was deleted."""
         self._homes.pop(response_id, None)
+        self.on_change(response_id, None)
 
     def view_of(self, request: InferenceRequest, table: FleetTable) -> EngineView | None:
         """The engine that must have the request, if it is known, serves the model and isn't known to be unwell.

@@ -14,6 +14,7 @@ import uvicorn
 from gateway.client_connection import ClientConnection
 from gateway.config import ListenConfig
 from gateway.drain import drained
+from gateway.sibling_notes import Siblings
 
 END_TIMEOUT_S = 1
 """What is left after the time to drain is cancelled, and has so long to clean up."""
@@ -32,6 +33,7 @@ class Listeners:
     data: socket.socket
     admin: socket.socket
     worker: int | None = None
+    siblings: Siblings | None = None
 
 
 class Loop(Protocol):

@@ -17,6 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.descriptors import raise_limit, shortfall
 from gateway.reload import Rejected
 from gateway.servers import Listeners, PortTaken
+from gateway.sibling_notes import Siblings
 from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
 from warmroute.gateway_workers.workers import WorkerRefused, run_workers
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", action="append", metavar="URL", help="an engine without an agent; repeatable")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that serve the port together (default 1)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--worker", metavar="NUMBER:DATA:ADMIN", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", metavar="NUMBER:SOCKETS", help=argparse.SUPPRESS)
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -82,8 +83,9 @@ def _provide_descriptors() -> None:
 
 def _inherited(worker: str) -> Listeners:
     """The sockets that a worker was started with."""
-    number, data, admin = map(int, worker.split(":"))
-    return Listeners(socket.socket(fileno=data), socket.socket(fileno=admin), number)
+    number, data, admin, inbox, *outboxes = map(int, worker.split(":"))
+    siblings = Siblings.of(socket.socket(fileno=inbox), [socket.socket(fileno=each) for each in outboxes])
+    return Listeners(socket.socket(fileno=data), socket.socket(fileno=admin), number, siblings)
 
 
 def _as_arguments(options: argparse.Namespace) -> list[str]:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from tests.free_port import free_port
 from tests.gateway.gateway_process import GatewayProcess, file_for, running_gateway, until
 from tests.gateway.mock_engine import MockEngine, never_answer
+from tests.gateway.samples import MODEL
 
 ANSWERED = "warmroute_requests_total{"
 OPEN = "warmroute_inflight_requests{"
@@ -57,6 +60,22 @@ async def test_open_requests_are_those_of_all_workers_and_go_with_a_dead_one(tmp
             assert all(task.exception() for task in asking)
             await until(lambda: are_up(gateway, 2))
             await until(lambda: equals(gateway, OPEN, 0))
+
+
+async def test_each_worker_knows_which_engine_made_a_response_that_another_saw(tmp_path: Path) -> None:
+    engines = MockEngine("a", make_response), MockEngine("b", make_response)
+    async with engines[0], engines[1], running_gateway(tmp_path, file_for(*engines), "--workers", "2") as gateway:
+        await until(lambda: are_up(gateway, 0))
+        url = f"http://127.0.0.1:{gateway.port}/v1/responses"
+        made = [await gateway.client.post(url, json={"model": MODEL, "input": f"{number}"}) for number in range(8)]
+        for answer in made:
+            asked = [await gateway.client.get(f"{url}/{answer.json()['id']}") for _ in range(4)]
+            assert {each.headers["x-engine"] for each in asked} == {answer.headers["x-engine"]}
+
+
+async def make_response(engine: MockEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = {"id": f"resp_{engine.name}_{body['input']}", "object": "response", "status": "completed", "output": []}
+    return web.json_response(response, headers={"x-engine": engine.name})
 
 
 async def test_all_workers_take_a_changed_file(tmp_path: Path) -> None:

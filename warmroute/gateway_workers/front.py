@@ -97,7 +97,7 @@ class Front:
         """The fleet, with what all workers together have booked."""
         answers = await self._ask_all("/fleet")
         said = [orjson.loads(answer.content) for answer in answers.values() if answer.status_code == 200]
-        merged = merged_fleet(said, self._own_names) if said else {"status": "no worker is up"}
+        merged: dict[str, Any] = merged_fleet(said, self._own_names) if said else {"status": "no worker is up"}
         merged["workers"] = [
             {"worker": each.number, "pid": each.pid, "is_up": each.is_up, "restarts": each.restarts}
             for each in self._workers

@@ -14,6 +14,7 @@ from functools import partial
 import httpx
 
 from gateway.servers import listen
+from gateway.sibling_notes import Siblings
 from warmroute.processes import die_with_parent
 
 RESTART_PAUSE_MIN_S, RESTART_PAUSE_MAX_S = 0.2, 10.0
@@ -34,14 +35,20 @@ class WorkerRefused(Exception):
 class Worker:
     """A worker and its door for operators, on a port of the kernel's choice that stays its own over its lives.
 
-    `on_death()` hears of every life that is over. Both sockets stay open here, so that a client who comes between two
+    `on_death()` hears of every life that is over. All sockets stay open here, so that a client who comes between two
     lives waits for the next one, or another worker takes it.
     """
 
     def __init__(
-        self, number: int, data: socket.socket, arguments: Sequence[str], on_death: Callable[[], None] = lambda: None
+        self,
+        number: int,
+        data: socket.socket,
+        siblings: Siblings,
+        arguments: Sequence[str],
+        on_death: Callable[[], None],
     ) -> None:
-        self.number, self._data, self._arguments, self._on_death = number, data, arguments, on_death
+        self.number, self._data, self._siblings = number, data, siblings
+        self._arguments, self._on_death = arguments, on_death
         self._admin = listen(LOOPBACK, 0)
         self.url = f"http://{LOOPBACK}:{self._admin.getsockname()[1]}"
         self._process: asyncio.subprocess.Process | None = None
@@ -89,12 +96,13 @@ class Worker:
 
     async def _live(self, client: httpx.AsyncClient) -> tuple[int, bool]:
         """One life: its exit code, and whether it ever answered."""
-        data, admin = self._data.fileno(), self._admin.fileno()
+        given = (self._data, self._admin, self._siblings.inbox, *self._siblings.outboxes)
+        sockets = [each.fileno() for each in given]
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "warmroute.cli", "gateway", *self._arguments),
-            *("--worker", f"{self.number}:{data}:{admin}"),
+            *("--worker", ":".join(map(str, (self.number, *sockets)))),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(data, admin),
+            pass_fds=sockets,
             start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
             preexec_fn=partial(die_with_parent, os.getpid()),
         )

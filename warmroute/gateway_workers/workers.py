@@ -16,6 +16,7 @@ import httpx
 
 from gateway.config import GatewayConfig
 from gateway.servers import Server, listen, server
+from gateway.sibling_notes import Siblings
 from warmroute.gateway_workers.front import Front
 from warmroute.gateway_workers.merged_metrics import MergedMetrics
 from warmroute.gateway_workers.worker import Worker, WorkerRefused
@@ -34,11 +35,12 @@ async def run_workers(config: GatewayConfig, arguments: Sequence[str]) -> int:
     each reads and checks the configuration for itself. Raises `PortTaken`, and `WorkerRefused` where one can't start.
     """
     said = config.listen
-    with listen(said.bind, said.port) as data:
+    with contextlib.ExitStack() as stack, listen(said.bind, said.port) as data:
         admin = listen(said.bind, said.admin)
         metrics, stop = MergedMetrics(), asyncio.Event()
         workers = [
-            Worker(number, data, arguments, partial(metrics.bury, number)) for number in range(1, config.workers + 1)
+            Worker(number, data, siblings, arguments, partial(metrics.bury, number))
+            for number, siblings in enumerate(_siblings(config.workers, stack), 1)
         ]
         names = frozenset(f"{socket.gethostname()}:{said.port}/{worker.number}" for worker in workers)
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -48,11 +50,20 @@ async def run_workers(config: GatewayConfig, arguments: Sequence[str]) -> int:
             logger.info(
                 "%d workers serve at %s:%d, admin at %s:%d", len(workers), said.bind, said.port, said.bind, said.admin
             )
-            async with contextlib.AsyncExitStack() as stack:
+            async with contextlib.AsyncExitStack() as running:
                 tasks = [asyncio.create_task(door.serve(sockets=[admin])), asyncio.create_task(front.run())]
-                stack.push_async_callback(_cancelled, tasks[1:])
-                stack.push_async_callback(_closed, door, tasks[0])
+                running.push_async_callback(_cancelled, tasks[1:])
+                running.push_async_callback(_closed, door, tasks[0])
                 return await _watched(workers, client, stop, config.limits.drain_s + END_MARGIN_S)
+
+
+def _siblings(count: int, stack: contextlib.ExitStack) -> list[Siblings]:
+    """For each worker the end where it hears, and the others' ends where they are told."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+    for end in (end for pair in pairs for end in pair):
+        stack.enter_context(end)
+    tells = [tell for tell, _ in pairs]
+    return [Siblings.of(hears, tells[:own] + tells[own + 1 :]) for own, (_, hears) in enumerate(pairs)]
 
 
 async def _watched(workers: Sequence[Worker], client: httpx.AsyncClient, stop: asyncio.Event, end_s: float) -> int:
