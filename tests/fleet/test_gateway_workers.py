@@ -1,11 +1,13 @@
 """`warmroute gateway --workers 2`: one port, one account, and no death that a client or a counter notices for long."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,23 @@ async def test_all_workers_take_a_changed_file(tmp_path: Path) -> None:
             await until(lambda: is_served_by(gateway, "b"))
             gateway.process.send_signal(signal.SIGINT)
             assert await gateway.ended() == 0
+
+
+async def test_no_worker_outlives_the_process_that_watches_over_them(tmp_path: Path) -> None:
+    async with MockEngine("a") as engine, running_gateway(tmp_path, file_for(engine), "--workers", "2") as gateway:
+        await until(lambda: are_up(gateway, 0))
+        pids = [row["pid"] for row in await workers(gateway)]
+        gateway.process.kill()
+        await until(lambda: have_ended(pids))
+
+
+async def have_ended(pids: Sequence[int]) -> bool:
+    """Nobody may be there who reaps them."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                return False
+    return True
 
 
 def test_a_taken_port_is_one_sentence_and_no_worker_starts() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from tests.gateway.mock_engine import MockEngine, event, start_stream
 
 
 class Slow:
-    """An engine's stream that goes on when it is let."""
+    """An engine's answer that goes on when it is let."""
 
     def __init__(self) -> None:
         self.goes_on = asyncio.Event()
 
     async def __call__(self, engine: MockEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            await self.goes_on.wait()
+            return web.json_response({"id": engine.name})
         response = await start_stream(request)
         await response.write(event(1))
         await self.goes_on.wait()
@@ -71,23 +74,32 @@ async def test_a_second_signal_ends_it_with_streams_that_run(tmp_path: Path) -> 
 
 async def test_engines_change_with_the_file_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
     slow = Slow()
-    async with MockEngine("a", slow) as old, MockEngine("b") as new:
-        async with running_gateway(tmp_path, file_for(old)) as gateway, open_stream(gateway) as pieces:
-            gateway.write(file_for(old, routing={"polcy": "sticky"}))
+    async with MockEngine("a", slow) as a, MockEngine("b", slow) as b, MockEngine("new") as new:
+        async with running_gateway(tmp_path, file_for(a, b)) as gateway, open_stream(gateway) as pieces:
+            await until(lambda: states(gateway, {"a": "ready", "b": "ready"}))
+            waiting = asyncio.create_task(gateway.chat())
+            await until(lambda: have_received((a, b), 2))
+            gateway.write(file_for(a, b, routing={"polcy": "sticky"}))
             await until(lambda: counted(gateway, 'warmroute_config_reloads_total{result="rejected"}', 1))
-            assert await gateway.engines() == {"a": "ready"}
+            assert await gateway.engines() == {"a": "ready", "b": "ready"}
             gateway.write(file_for(new))
-            await until(lambda: states(gateway, {"b": "ready"}))
-            assert (await gateway.chat()).headers["x-engine"] == "b"
+            await until(lambda: states(gateway, {"new": "ready"}))
+            assert (await gateway.chat()).headers["x-engine"] == "new"
             new.is_well = False  # health checks go on after a change
-            await until(lambda: states(gateway, {"b": "unhealthy: status 503"}))
+            await until(lambda: states(gateway, {"new": "unhealthy: status 503"}))
             new.is_well = True
-            await until(lambda: states(gateway, {"b": "ready"}))
+            await until(lambda: states(gateway, {"new": "ready"}))
             gateway.write(file_for(new, limits={"body_bytes_max": 1024}))
             await until(lambda: counted(gateway, 'warmroute_config_reloads_total{result="ok"}', 2))
             assert (await gateway.chat(user="x" * 2000)).status_code == 413
             slow.goes_on.set()
             assert b"".join([piece async for piece in pieces]) == event(2) + b"data: [DONE]\n\n"
+            assert (await waiting).json()["id"] in ("a", "b")
+            assert await have_received((a, b), 2), "none was sent once more"
+
+
+async def have_received(engines: Sequence[MockEngine], count: int) -> bool:
+    return sum(len(engine.received) for engine in engines) == count
 
 
 async def says(gateway: GatewayProcess, path: str, status: int) -> bool:

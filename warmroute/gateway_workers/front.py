@@ -5,7 +5,7 @@ It runs in the process that watches over them, which carries no requests: it ans
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -24,6 +24,7 @@ PASSED_HEADERS = frozenset({"content-type", "content-length", "retry-after"})
 METRICS_INTERVAL_S = 2.0
 """How often workers' counters are read: what one counted after that is lost when it dies."""
 NOBODY = b'{"status":"no worker is up"}'
+NO_FLEET: Mapping[str, Any] = {"status": "no worker is up", "hosts": [], "engines": []}
 
 
 class WorkerGauges(Collector):
@@ -97,7 +98,7 @@ class Front:
         """The fleet, with what all workers together have booked."""
         answers = await self._ask_all("/fleet")
         said = [orjson.loads(answer.content) for answer in answers.values() if answer.status_code == 200]
-        merged: dict[str, Any] = merged_fleet(said, self._own_names) if said else {"status": "no worker is up"}
+        merged: dict[str, Any] = merged_fleet(said, self._own_names) if said else dict(NO_FLEET)
         merged["workers"] = [
             {"worker": each.number, "pid": each.pid, "is_up": each.is_up, "restarts": each.restarts}
             for each in self._workers

@@ -103,8 +103,7 @@ class Worker:
             *("--worker", ":".join(map(str, (self.number, *sockets)))),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=sockets,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
-            preexec_fn=partial(die_with_parent, os.getpid()),
+            preexec_fn=partial(_begin, os.getpid()),
         )
         if self.is_ending:  # it was told between two lives
             self.signal(signal.SIGTERM)
@@ -127,6 +126,12 @@ class Worker:
         if self._is_reload_due:
             self._is_reload_due = False
             self.signal(signal.SIGHUP)
+
+
+def _begin(parent: int) -> None:
+    """In the child: Ctrl-C reaches the parent alone, which passes it on; and no worker outlives it."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
 
 
 def _said(code: int) -> str:
