@@ -59,7 +59,7 @@ def run_command(options: argparse.Namespace) -> int:
         _provide_descriptors()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.workers > 1 and options.worker is None:
-                return runner.run(run_workers(config, _as_arguments(options)))
+                return runner.run(run_workers(config, _as_arguments(options), lambda: _reread(options)))
             listeners = None if options.worker is None else _inherited(options.worker)
             runner.run(run(config, listeners=listeners, reread=lambda: _reread(options)))
     except (ConfigurationError, PortTaken, DirectoryError, WorkerRefused) as error:

@@ -62,7 +62,7 @@ class LocalModels:
         self._reads = asyncio.Semaphore(READS_AT_ONCE_MAX)
         self._places: dict[tuple[str, str], _Place] = {}
         self._of_engine: dict[str, _Place] = {}
-        self._watches: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._watches: dict[tuple[str, str], tuple[_Place, asyncio.Task[None]]] = {}
         self._has_changed = asyncio.Event()
         self.configure(engines)
 
@@ -110,10 +110,13 @@ class LocalModels:
         async with asyncio.TaskGroup() as watches:
             while True:
                 self._has_changed.clear()
-                for key in self._watches.keys() - self._places.keys():
-                    self._watches.pop(key).cancel()
+                for key, (watched, watch) in list(self._watches.items()):
+                    if self._places.get(key) is not watched:
+                        del self._watches[key]
+                        watch.cancel()
                 for key in self._places.keys() - self._watches.keys():
-                    self._watches[key] = watches.create_task(self._watch(self._places[key]))
+                    place = self._places[key]
+                    self._watches[key] = place, watches.create_task(self._watch(place))
                 await self._has_changed.wait()
 
     async def _watch(self, place: _Place) -> None:

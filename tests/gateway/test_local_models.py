@@ -262,3 +262,43 @@ async def test_a_file_system_that_does_not_answer_holds_up_no_other_folder(
             answers.set()
             watching.cancel()
             await asyncio.wait({watching})
+
+
+async def test_folders_that_are_configured_later_are_watched_and_those_left_out_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    looks_as_ever = local_models.look
+
+    def look_and_note(folder: Path) -> Look:
+        looked.append(folder.name)
+        return looks_as_ever(folder)
+
+    async def no_pause(_: float) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(local_models, "look", look_and_note)
+    stays, goes, comes = (
+        EngineConfig(url=f"http://{name}:1", tokenizer=str(model_folder(tmp_path / name)), kind="sglang")
+        for name in ("stays", "goes", "comes")
+    )
+    async with httpx.AsyncClient() as client:
+        models = LocalModels([stays, goes], TokenizerFiles(tmp_path / "cache", client), lambda files: True, no_pause)
+        watching = asyncio.create_task(models.run())
+        try:
+            await eventually(lambda: None not in (models.files_of("stays:1"), models.files_of("goes:1")))
+            kept = models.files_of("stays:1")
+            models.configure([stays])
+            models.configure([stays, comes])
+            assert models.files_of("stays:1") is kept, "nothing is loaded once more"
+            assert models.files_of("goes:1") is None
+            await eventually(lambda: models.files_of("comes:1") is not None)
+            looked.clear()
+            await eventually(lambda: looked.count("stays") > 3 and looked.count("comes") > 3)
+            assert "goes" not in looked
+            models.configure([comes])
+            models.configure([comes, stays])  # left out and back again before anybody looked
+            await eventually(lambda: models.files_of("stays:1") is not None)
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
