@@ -122,7 +122,12 @@ def server(app: object) -> Server:
 
 def listen_for(config: ListenConfig) -> Listeners:
     """The sockets of a gateway that is one process; raises `PortTaken`."""
-    return Listeners(listen(config.bind, config.port), listen(config.bind, config.admin))
+    data = listen(config.bind, config.port)
+    try:
+        return Listeners(data, listen(config.bind, config.admin))
+    except PortTaken:
+        data.close()
+        raise
 
 
 def listen(bind: str, port: int) -> socket.socket:
