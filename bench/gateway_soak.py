@@ -73,7 +73,10 @@ RSS_SLACK_BYTES, RSS_SLACK_SHARE = 16 * 2**20, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The gateway when nothing was asked of it. `seen` counts what clients saw until then."""
+    """The gateway when nothing was asked of it. `cache_bytes` are of its memory, and bounded by `encoding.cache_mb`.
+
+    `seen` counts what clients saw until then.
+    """
 
     requests: int
     rss_bytes: int
@@ -81,6 +84,7 @@ class Look:
     tasks: float
     inflight: float
     booked_s: float
+    cache_bytes: float
     seen: dict[str, int]
 
 
@@ -207,7 +211,14 @@ async def _settled(router: Router, requests: int, seen: Counter[str]) -> Look:
             await asyncio.sleep(SETTLE_POLL_S)
     descriptors = len(os.listdir(f"/proc/{router.part.pid}/fd"))
     return Look(
-        requests, router.rss_bytes(), descriptors, _sum(text, "warmroute_tasks"), inflight, booked_s, dict(seen)
+        requests,
+        router.rss_bytes(),
+        descriptors,
+        _sum(text, "warmroute_tasks"),
+        inflight,
+        booked_s,
+        _sum(text, "warmroute_tokenizer_cache_bytes"),
+        dict(seen),
     )
 
 
@@ -218,8 +229,9 @@ def _sum(text: str, name: str) -> float:
 
 def _line(look: Look) -> str:
     return (
-        f"{look.requests:>8,} requests: {look.rss_bytes / 2**20:.1f} MiB, {look.descriptors} descriptors, "
-        f"{look.tasks:g} tasks, {look.inflight:g} open, {look.booked_s:g} s booked"
+        f"{look.requests:>8,} requests: {look.rss_bytes / 2**20:.1f} MiB ({look.cache_bytes / 2**20:.1f} of cached "
+        f"text), {look.descriptors} descriptors, {look.tasks:g} tasks, {look.inflight:g} open, "
+        f"{look.booked_s:g} s booked"
     )
 
 
