@@ -22,7 +22,8 @@ import uvloop
 from yarl import URL
 
 from gateway.config import TimeoutsConfig
-from gateway.upstream import Headers, Upstream
+from gateway.header_rules import Headers
+from gateway.upstream import Upstream
 
 HEADERS = (
     (b"host", b"gateway:8080"),

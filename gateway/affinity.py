@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
+from gateway.header_rules import Headers
 from gateway.openai_schema import InferenceRequest
-from gateway.upstream import Headers
 
 SESSION_HEADERS = (b"x-session-id", b"x-conversation-id")
 NAMING_FIELDS = ("session_id", "conversation_id", "conversation", "prompt_cache_key")
@@ -56,9 +56,12 @@ def _opening(request: InferenceRequest) -> bytes:
     if request.prompts:
         prompt = request.prompts[0]
         return prompt if isinstance(prompt, bytes) else prompt[:OPENING_BYTES_MAX].encode()
+    if request.content_type:  # a form begins with what all have in common; what is in its middle is the file's
+        middle = len(request.body) // 2
+        return request.body[middle : middle + OPENING_BYTES_MAX]
     fields = request.fields
     opening: list[Any] = [fields[name] for name in OPENING_FIELDS if name in fields]
-    items = fields.get("messages", fields.get("input"))
+    items = fields.get("messages", fields.get("input", fields.get("prompt")))
     for item in items if isinstance(items, list) else [items]:
         if not isinstance(item, dict):
             opening.append(item)

@@ -26,6 +26,8 @@ from gateway.upstream import Answer, EngineFailed, WholeAnswer
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
+PASSING_TYPES = ("audio/", "video/", "application/octet-stream")
+"""Answers that are played while they come: like streams they aren't read to their end first."""
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
 
 
@@ -137,7 +139,8 @@ class Completion:
                 if not is_announced:
                     dispatch.first_byte(answer.status)
                 is_refusal = may_retry and answer.status in RETRY_STATUSES
-                body = await self._read_whole(answer) if is_refusal or not is_stream else None
+                is_read = is_refusal or not (is_stream or answer.content_type.startswith(PASSING_TYPES))
+                body = await self._read_whole(answer) if is_read else None
             headers = answer.headers()
             if is_refusal:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)

@@ -5,6 +5,7 @@ comes from (file, `WARMROUTE_*` variables, flags) is none of this module's busin
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -20,6 +21,9 @@ def cache_folder() -> Path:
     """Where files fetched by digest are kept: `$XDG_CACHE_HOME/warmroute/files`, or below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "warmroute" / "files"
+
+
+_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 
 
 class Section(BaseModel):
@@ -125,6 +129,22 @@ class RoutingConfig(Section):
         description="Seconds since its last use that a prompt is assumed to be cached by an engine without an agent "
         "whose `tokenizer` is configured; 0 assumes nothing, such prompts then go by their first chunk.",
     )
+
+
+class ModelsConfig(Section):
+    """What clients may ask for beside the models that engines serve."""
+
+    pass_through: tuple[str, ...] = Field(
+        (), description="Further paths that are passed on to an engine of the model in their JSON or form: /v1/x."
+    )
+
+    @field_validator("pass_through")
+    @classmethod
+    def _are_paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not _PATH.fullmatch(path):
+                raise ValueError(f"{path!r} is no path such as /v1/x")
+        return paths
 
 
 NAME_CHARS_MAX = 200
@@ -297,6 +317,7 @@ class GatewayConfig(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     encoding: EncodingConfig = EncodingConfig()
     routing: RoutingConfig = RoutingConfig()
+    models: ModelsConfig = ModelsConfig()
     trace: TraceConfig = TraceConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
     hardware: HardwareConfig = HardwareConfig()

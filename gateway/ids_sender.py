@@ -4,10 +4,11 @@ from collections import Counter
 
 from gateway.encoding.encoder import Encoding
 from gateway.fleet import EngineView
+from gateway.header_rules import Headers
 from gateway.ids_body import body_with_ids
 from gateway.ids_probe import IdsProbe
 from gateway.openai_schema import InferenceRequest
-from gateway.upstream import Answer, Headers, Upstream
+from gateway.upstream import Answer, Upstream
 
 REFUSALS = frozenset({400, 422})
 TEXT_EVERY = 32

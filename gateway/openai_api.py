@@ -28,11 +28,11 @@ from gateway.errors import (
     quoted,
 )
 from gateway.fleet import Fleet
+from gateway.header_rules import Headers, with_request_id
 from gateway.metrics import GatewayMetrics
-from gateway.openai_schema import ENDPOINTS, parse_request
+from gateway.openai_schema import ENDPOINTS, FORMS, PLAIN, InferenceRequest, parse_passed, parse_request
 from gateway.preparation import Incoming
 from gateway.stored_responses import StoredPath, StoredResponses, read_path
-from gateway.upstream import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class AsgiSink:
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """See `Sink`."""
         self.status = status
-        if not any(name.lower() == b"x-request-id" for name, _ in headers):
-            headers = [*headers, (b"x-request-id", self.request_id)]
+        headers = with_request_id(headers, self.request_id)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, piece: bytes) -> None:
@@ -75,7 +74,7 @@ ADMIN_PATHS = frozenset({"/fleet", "/metrics", "/route/explain", "/openapi.json"
 
 
 class OpenAiApi:
-    """The endpoints of `openai_schema.ENDPOINTS`, responses that engines keep, `/v1/models`, and the probes."""
+    """The endpoints of `openai_schema`, responses that engines keep, `/v1/models`, and the probes."""
 
     def __init__(
         self,
@@ -89,6 +88,7 @@ class OpenAiApi:
     ) -> None:
         self._completion, self._stored, self._fleet, self._metrics = completion, stored, fleet, metrics
         self._limits, self._clock, self._is_draining = config.limits, clock, is_draining
+        self._passed = frozenset((*PLAIN, *FORMS, *config.models.pass_through))
 
     def configure(self, limits: LimitsConfig) -> None:
         """These limits are in force for requests that come from now on."""
@@ -102,14 +102,15 @@ class OpenAiApi:
         sink = AsgiSink(send, _request_id(headers), scope["extensions"][DOWNSTREAM])
         path, method = scope["path"], scope["method"]
         stored = read_path(path)
-        methods = stored.methods if stored else _methods(path)
+        is_inference = path in ENDPOINTS or path in self._passed
+        methods = ("POST",) if is_inference else stored.methods if stored else _methods(path)
         if not methods:
             there = "; it is on the admin port" if path in ADMIN_PATHS else ""
             await _answer(sink, NotFound.status, NotFound(f"{quoted(path)} is not served here{there}").body())
         elif method not in methods:
             wrong = MethodNotAllowed(f"{method} isn't served at {quoted(path)}; it takes {' and '.join(methods)}")
             await _answer(sink, wrong.status, error_answer(wrong, path), (b"allow", ", ".join(methods).encode()))
-        elif path in ENDPOINTS:
+        elif is_inference:
             await self._infer(path, scope["query_string"], headers, receive, sink)
         elif stored:
             await self._show_response(stored, method, scope["query_string"], headers, sink)
@@ -136,9 +137,9 @@ class OpenAiApi:
             body = await self._read_body(headers, receive)
             if body is None:
                 return model, True
-            request = parse_request(path, body)
+            request = self._parsed(path, body, headers)
             model = request.model
-            kept = _with_request_id(headers, sink)
+            kept = with_request_id(headers, sink.request_id)
             incoming = Incoming(request, kept, arrived_at, query, _wants_explanation(headers))
             if not await _unless_gone(self._completion.serve(incoming, sink), sink.departure):
                 return model, True
@@ -149,13 +150,19 @@ class OpenAiApi:
             await self._fail(sink, 500, bug_answer(path))
         return model, False
 
+    def _parsed(self, path: str, body: bytes, headers: Headers) -> InferenceRequest:
+        if path in ENDPOINTS:
+            return parse_request(path, body)
+        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        return parse_passed(path, body, content_type.decode("latin-1"))
+
     async def _show_response(
         self, asked: StoredPath, method: str, query: bytes, headers: Headers, sink: AsgiSink
     ) -> None:
         """Pass on what the engine says that made the response, and count; what is sent with the question is left."""
         is_gone = False
         try:
-            work = self._stored.serve(asked, method, query, _with_request_id(headers, sink), sink)
+            work = self._stored.serve(asked, method, query, with_request_id(headers, sink.request_id), sink)
             is_gone = not await _unless_gone(work, sink.departure)
         except GatewayError as error:
             await self._fail(sink, error.status, error.body(), *_headers_of(error))
@@ -246,8 +253,6 @@ async def _unless_gone(work: Awaitable[None], departure: Departure) -> bool:
 
 def _methods(path: str) -> tuple[str, ...]:
     """With which methods a path is served; none for a path that isn't."""
-    if path in ENDPOINTS:
-        return ("POST",)
     is_served = path in ("/v1/models", "/healthz", "/readyz") or path.startswith("/v1/models/")
     return ("GET", "HEAD") if is_served else ()
 
@@ -276,11 +281,6 @@ def _request_id(headers: Headers) -> bytes:
         if name == b"x-request-id" and is_usable:
             return value
     return b"req-" + secrets.token_hex(12).encode()
-
-
-def _with_request_id(headers: Headers, sink: AsgiSink) -> Headers:
-    kept = [(name, value) for name, value in headers if name != b"x-request-id"]
-    return [*kept, (b"x-request-id", sink.request_id)]
 
 
 def _wants_explanation(headers: Headers) -> bool:

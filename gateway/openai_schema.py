@@ -8,6 +8,7 @@ import orjson
 
 from directory.chunks import pack_tokens
 from gateway.errors import InvalidRequest
+from gateway.form_body import form_fields, is_form
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -20,8 +21,26 @@ SCORE = "/v1/score"
 PAIRS = (*RERANK, SCORE, "/score")
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS, *PAIRS)
 """The paths of vLLM 0.32; SGLang 0.5.23 serves all but `/v2/rerank`, `/rerank` and `/score`."""
+PLAIN = (
+    "/pooling",
+    "/classify",
+    "/v1/classify",
+    "/v1/moderations",
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+    "/v1/audio/speech",
+    "/v1/images/generations",
+)
+"""Of these only the model is read: vLLM's and SGLang's, and those that speak, draw and judge."""
+FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits", "/v1/images/variations")
+"""The same, with a form as body."""
+FORM_BYTES_PER_TEXT_BYTE = 64
+"""Of sound and pictures about so many bytes are one byte of text's work: a minute of speech is 3,000 tokens."""
 ANTHROPICS = (MESSAGES, COUNT_TOKENS)
 """Those whose errors and streams have Anthropic's shape."""
+_TRUE = frozenset({"1", "true", "on", "yes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +58,28 @@ class InferenceRequest:
     stream: bool
     cache_salt: str | None
     prompts: tuple[str | bytes, ...] = ()
+    content_type: str = ""
+    """Of a form, with its boundary; else empty."""
+
+    @property
+    def text_bytes(self) -> int:
+        """By how many bytes of text the work is estimated, where nothing better is known."""
+        return len(self.body) // (FORM_BYTES_PER_TEXT_BYTE if self.content_type else 1)
+
+
+def parse_passed(endpoint: str, body: bytes, content_type: str) -> InferenceRequest:
+    """Read of a request no more than its model, and whether it streams. Raises `InvalidRequest`.
+
+    `fields` are a form's fields as text, but for `stream`.
+    """
+    if not is_form(content_type):
+        fields = _decode_object(body)
+        return InferenceRequest(endpoint, body, fields, _read_model(fields), fields.get("stream") is True, None)
+    said = {
+        each.name: body[each.start : each.end].decode("utf-8", "replace") for each in form_fields(body, content_type)
+    }
+    is_streamed = said.pop("stream", "").strip().lower() in _TRUE
+    return InferenceRequest(endpoint, body, said, _read_model(said), is_streamed, None, content_type=content_type)
 
 
 def parse_request(endpoint: str, body: bytes) -> InferenceRequest:
@@ -47,9 +88,7 @@ def parse_request(endpoint: str, body: bytes) -> InferenceRequest:
     Lone surrogates are refused with the body: they are no Unicode, and no tokenizer takes them.
     """
     fields = _decode_object(body)
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise InvalidRequest("model must be a non-empty string", "model")
+    model = _read_model(fields)
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise InvalidRequest("stream must be true or false", "stream")
@@ -74,6 +113,13 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise InvalidRequest("the body must be a JSON object")
     return decoded
+
+
+def _read_model(fields: Mapping[str, Any]) -> str:
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidRequest("model must be a non-empty string", "model")
+    return model
 
 
 def _read_salt(fields: Mapping[str, Any]) -> str | None:

@@ -13,13 +13,13 @@ from gateway.encoding.encoder import Encoding
 from gateway.encoding.encoding_class import encoding_class
 from gateway.encoding.vllm_fields import XARGS, refuse_reserved
 from gateway.fleet import EngineView, Fleet
+from gateway.header_rules import Headers
 from gateway.lookup import ChunkChain, ChunkLookup, Holders, keys_by_engine, lookup_deadline_s
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import InferenceRequest
 from gateway.parity.parity import Parity, without
 from gateway.prompts import EncodedPrompt, Prompts
 from gateway.response_homes import ResponseHomes
-from gateway.upstream import Headers
 
 
 @dataclass(frozen=True, slots=True)

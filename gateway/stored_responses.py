@@ -14,11 +14,12 @@ from gateway.error_shapes import broken_stream_event
 from gateway.errors import NoEngineAvailable, NotFound, UpstreamError, UpstreamTimeout, quoted
 from gateway.events import whole_events
 from gateway.fleet import EngineView, Fleet
+from gateway.header_rules import Headers
 from gateway.ledger import Ledger
 from gateway.openai_schema import RESPONSES
 from gateway.response_homes import ID_CHARS_MAX, ResponseHomes
 from gateway.sink import Sink
-from gateway.upstream import Answer, EngineFailed, Headers, Upstream
+from gateway.upstream import Answer, EngineFailed, Upstream
 
 logger = logging.getLogger(__name__)
 

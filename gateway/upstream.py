@@ -4,12 +4,12 @@
 """
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Self
 
 from gateway.config import TimeoutsConfig
+from gateway.header_rules import Headers, towards_client, towards_engine
 from gateway.upstream_http.errors import AnswerTimedOut, BadRequest, ConnectionBroken, ConnectTimedOut, ExchangeFailed
 from gateway.upstream_http.exchange import Exchange
 from gateway.upstream_http.http_client import HttpClient
@@ -18,18 +18,8 @@ from gateway.upstream_http.request import Request
 IDLE_KEEP_S = 3.0
 """Shorter than uvicorn's five seconds, so that the engine seldom closes first."""
 WHOLE_BODY_BYTES_MAX = 8 * 2**20
-HOP_BY_HOP = frozenset(
-    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
-)
-CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-OURS = frozenset({b"host", b"content-length", b"expect", b"x-warmroute-explain", b"accept-encoding"})
-"""Headers of a client that end here. Answers are read on their way, so none is asked for compressed."""
 STATUSES = range(200, 600)
 """What can be passed on."""
-_ENDING_HERE = HOP_BY_HOP | OURS
-_CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +60,8 @@ class Answer:
         """Whether its prompt was sent as token ids: then its count of them is the gateway's own."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The end-to-end headers, in their order and case. A value with control characters is nothing HTTP can tell."""
-        headers = self._exchange.headers
-        left_out = HOP_BY_HOP | _connection_named(headers)
-        return [
-            (name, value) for name, value in headers if name.lower() not in left_out and not _CONTROLS.search(value)
-        ]
+        """Those that pass to the client."""
+        return towards_client(self._exchange.headers)
 
     @property
     def content_type(self) -> str:
@@ -157,13 +143,10 @@ class Upstream:
 
         `api_key` stands in for the client's credentials, if it is given.
         """
-        if api_key is not None:
-            kept = [(name, value) for name, value in headers if name.lower() not in CREDENTIALS]
-            headers = [*kept, (b"authorization", b"Bearer " + api_key.encode())]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.first_byte_s
         try:
-            request = Request(method, url, _end_to_end(headers), body)
+            request = Request(method, url, towards_engine(headers, api_key), body)
             exchange = await self._client.send(request, self._timeouts.first_byte_s)
             try:
                 if exchange.status not in STATUSES:
@@ -175,19 +158,6 @@ class Upstream:
         except ExchangeFailed as failure:
             raise _engine_failed(failure) from failure
         return Answer(exchange, first, self._timeouts)
-
-
-def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The client's end-to-end headers."""
-    left_out = _ENDING_HERE | _connection_named(headers)
-    lowered = [(name.lower(), value) for name, value in headers]
-    return [each for each in lowered if each[0] not in left_out and not each[0].startswith(b"proxy-")]
-
-
-def _connection_named(headers: Headers) -> frozenset[bytes]:
-    """The headers that are for this connection only, because `Connection` names them."""
-    values = [value for name, value in headers if name.lower() == b"connection"]
-    return frozenset(name.strip().lower() for value in values for name in value.split(b","))
 
 
 def _engine_failed(failure: ExchangeFailed) -> EngineFailed:

@@ -136,7 +136,7 @@ def _is_small(request: InferenceRequest) -> bool:
 
 def unencoded(request: InferenceRequest, reason: str) -> Encoding:
     """An encoding that says that it isn't one: about four bytes make a token."""
-    return Encoding(None, max(1, len(request.body) // 4), reason)
+    return Encoding(None, max(1, request.text_bytes // 4), reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from gateway.admin_api import create_admin_api
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
-from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, RoutingConfig, TimeoutsConfig
+from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, ModelsConfig, RoutingConfig, TimeoutsConfig
 from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
@@ -142,6 +142,7 @@ async def gateway_for(
     policy: Policy | None = None,
     trace_file: Path | None = None,
     kv_tokens: int | None = None,
+    models: ModelsConfig | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -160,7 +161,9 @@ async def gateway_for(
         registration = engine_registration(engine.name, engine.url, host, renderer=renderer, kv_tokens=kv_tokens)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
-    config = GatewayConfig(limits=limits, engines=tuple(static), routing=routing or RoutingConfig())
+    config = GatewayConfig(
+        limits=limits, engines=tuple(static), routing=routing or RoutingConfig(), models=models or ModelsConfig()
+    )
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         files = TokenizerFiles(config.files_folder, control)
@@ -245,6 +248,7 @@ async def serving(app: object) -> AsyncIterator[str]:
             http=ClientConnection,
             log_config=None,
             access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=2,
         )
     )

@@ -7,9 +7,11 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 
-from gateway.openai_schema import ENDPOINTS, RESPONSES
+from gateway.openai_schema import ENDPOINTS, FORMS, PLAIN, RESPONSES
 from tests.gateway.samples import MODEL
 
+PASSED = "/v1/passed"
+"""A path that gateways pass on only where they are told to."""
 Behaviour = Callable[["MockEngine", web.Request, dict[str, Any]], Any]
 
 
@@ -36,7 +38,7 @@ class MockEngine:
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**28)
-        for endpoint in ENDPOINTS:
+        for endpoint in (*ENDPOINTS, *PLAIN, *FORMS, PASSED):
             app.router.add_post(endpoint, self._infer)
         app.router.add_route("*", RESPONSES + "/{tail:.*}", self._stored)
         app.router.add_get("/health", self._health)
@@ -57,7 +59,8 @@ class MockEngine:
         self.connections.add(id(request.transport))
         self.received.append((body, {name.lower(): value for name, value in request.headers.items()}))
         try:
-            answer: web.StreamResponse = await self.behaviour(self, request, orjson.loads(body))
+            fields = {} if request.content_type == "multipart/form-data" else orjson.loads(body)
+            answer: web.StreamResponse = await self.behaviour(self, request, fields)
         except (asyncio.CancelledError, ConnectionError):
             self.gone.set()
             raise

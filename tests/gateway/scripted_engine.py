@@ -8,10 +8,11 @@ import orjson
 
 from gateway.encoding.encoder import Encoding
 from gateway.fleet import EngineView
+from gateway.header_rules import Headers
 from gateway.ids_sender import IdsSender
 from gateway.openai_schema import CHAT, InferenceRequest, parse_request
 from gateway.preparation import Incoming
-from gateway.upstream import EngineFailed, Headers
+from gateway.upstream import EngineFailed
 from tests.gateway.samples import MODEL
 
 STATUSES = {"answers": 200, "refuses": 400, "lacks it": 404, "is busy": 429, "is down": 503}
