@@ -30,6 +30,16 @@ def session_key(request: InferenceRequest, headers: Headers) -> bytes:
     return hashlib.sha256(request.model.encode() + b"\x00opening" + opening).digest()
 
 
+def conversation_key(request: InferenceRequest, headers: Headers) -> bytes:
+    """As `session_key`, but by all of the opening, however long: what begins alike may still go different ways."""
+    named = _named(request, headers, SESSION_FIELDS)
+    if named is not None:
+        return named
+    prompts = [each if isinstance(each, bytes) else each.encode() for each in request.prompts]
+    opening = b"\x00".join(prompts) if prompts else _opening(request)
+    return hashlib.sha256(request.model.encode() + b"\x00conversation" + opening).digest()
+
+
 def named_session(request: InferenceRequest, headers: Headers) -> bytes | None:
     """`session_key` where the client gives a session a name of its own, else `None`.
 

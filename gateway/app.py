@@ -16,6 +16,7 @@ from prometheus_client import disable_created_metrics
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
+from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -35,6 +36,7 @@ from gateway.load_publisher import LoadPublisher
 from gateway.load_reader import LoadReader
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge, RateGauges
+from gateway.model_list import ModelList
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
@@ -96,6 +98,7 @@ class _Served:
     """What answers clients and operators, and the loops behind that."""
 
     data: OpenAiApi
+    aliases: Aliases
     admin: FastAPI
     loops: tuple[Loop, ...]
 
@@ -145,13 +148,18 @@ async def run(
 def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Apply]:
     """What of a configuration can be changed while the gateway runs, and how."""
 
+    def models(config: GatewayConfig) -> None:
+        served.aliases.configure(config.models)
+        served.data.configure(config)
+
     def engines(config: GatewayConfig) -> None:
         known.local_models.configure(config.engines)
         known.sent.configure(_kv_tokens(config))
         known.fleet.configure(config.engines, config.hardware.tables())
 
     return {
-        "limits": lambda config: served.data.configure(config.limits),
+        "limits": served.data.configure,
+        "models": models,
         "timeouts": lambda config: upstream.configure(config.timeouts),
         "engines": engines,
         "hardware": engines,
@@ -221,9 +229,10 @@ def _served(
     preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
     policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock, listeners.worker)
     dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
-    completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
+    aliases = Aliases(config.models, fleet, homes)
+    completion = Completion(fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
-    data = OpenAiApi(completion, stored, fleet, metrics, config, clock, is_draining)
+    data = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, config, clock, is_draining)
     admin = create_admin_api(
         completion,
         fleet,
@@ -239,7 +248,7 @@ def _served(
         config.limits.body_bytes_max,
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
-    return _Served(data, admin, (prefetcher, parity, recorder, *notes))
+    return _Served(data, aliases, admin, (prefetcher, parity, recorder, *notes))
 
 
 def _encoders(

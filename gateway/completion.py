@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from gateway.aliases import Aliases
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
@@ -37,6 +38,7 @@ class Completion:
     def __init__(
         self,
         fleet: Fleet,
+        aliases: Aliases,
         preparation: Preparation,
         dispatcher: Dispatcher,
         sender: IdsSender,
@@ -46,12 +48,13 @@ class Completion:
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
+        self._fleet, self._aliases, self._preparation, self._dispatcher = fleet, aliases, preparation, dispatcher
         self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
         self._metrics, self._clock = metrics, clock
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
+        incoming = self._aliases.resolved(incoming)
         request = incoming.request
         views = self._serving(request.model)
         prepared = await self._preparation.prepare(incoming, views)
@@ -109,6 +112,7 @@ class Completion:
 
     async def explain(self, incoming: Incoming) -> tuple[Prepared, RoutingDecision]:
         """What would be decided now, with every candidate; nothing is sent or booked. Raises as `serve` does."""
+        incoming = self._aliases.resolved(incoming)
         views = self._serving(incoming.request.model)
         prepared = await self._preparation.prepare(incoming, views)
         home = self._homes.view_of(incoming.request, self._fleet.table)

@@ -131,12 +131,40 @@ class RoutingConfig(Section):
     )
 
 
+NAME_CHARS_MAX = 200
+TARGETS_MAX = 64
+"""Models that one alias leads to."""
+
+
+class AliasTarget(Section):
+    """A model that an alias stands for."""
+
+    model: str = Field(min_length=1)
+    weight: float = Field(1.0, ge=0, le=1e6)
+
+
 class ModelsConfig(Section):
     """What clients may ask for beside the models that engines serve."""
 
+    aliases: dict[str, tuple[AliasTarget, ...]] = Field(
+        {},
+        description="Names for models: `name: [{model: x, weight: 9}, {model: y, weight: 1}]`. Conversations are split "
+        "by the weights (1 if left out), each stays with its model; one of weight 0 has them while no other is served.",
+    )
     pass_through: tuple[str, ...] = Field(
         (), description="Further paths that are passed on to an engine of the model in their JSON or form: /v1/x."
     )
+
+    @field_validator("aliases")
+    @classmethod
+    def _lead_to_models(cls, aliases: dict[str, tuple[AliasTarget, ...]]) -> dict[str, tuple[AliasTarget, ...]]:
+        for name, targets in aliases.items():
+            models = [each.model for each in targets]
+            if any(not each.isprintable() or not 0 < len(each) <= NAME_CHARS_MAX for each in (name, *models)):
+                raise ValueError(f"aliases and their models must have 1 to {NAME_CHARS_MAX} printable characters")
+            if not 0 < len(models) <= TARGETS_MAX or len(set(models)) < len(models):
+                raise ValueError(f"{name} must lead to 1 to {TARGETS_MAX} models, each named once")
+        return aliases
 
     @field_validator("pass_through")
     @classmethod
@@ -147,7 +175,6 @@ class ModelsConfig(Section):
         return paths
 
 
-NAME_CHARS_MAX = 200
 KV_TOKENS_DEFAULT = 131_072
 """Assumed of an engine without an agent: 16 GiB for a model of 8 billion parameters."""
 

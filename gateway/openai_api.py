@@ -14,7 +14,7 @@ import orjson
 
 from gateway.client_connection import DOWNSTREAM, Departure, Downstream
 from gateway.completion import Completion
-from gateway.config import GatewayConfig, LimitsConfig
+from gateway.config import GatewayConfig
 from gateway.error_shapes import bug_answer, error_answer
 from gateway.errors import (
     BodyTooLarge,
@@ -30,6 +30,7 @@ from gateway.errors import (
 from gateway.fleet import Fleet
 from gateway.header_rules import Headers, with_request_id
 from gateway.metrics import GatewayMetrics
+from gateway.model_list import ModelList
 from gateway.openai_schema import ENDPOINTS, FORMS, PLAIN, InferenceRequest, parse_passed, parse_request
 from gateway.preparation import Incoming
 from gateway.stored_responses import StoredPath, StoredResponses, read_path
@@ -81,18 +82,21 @@ class OpenAiApi:
         completion: Completion,
         stored: StoredResponses,
         fleet: Fleet,
+        models: ModelList,
         metrics: GatewayMetrics,
         config: GatewayConfig,
         clock: Callable[[], float],
         is_draining: Callable[[], bool],
     ) -> None:
         self._completion, self._stored, self._fleet, self._metrics = completion, stored, fleet, metrics
-        self._limits, self._clock, self._is_draining = config.limits, clock, is_draining
-        self._passed = frozenset((*PLAIN, *FORMS, *config.models.pass_through))
+        self._models = models
+        self._clock, self._is_draining = clock, is_draining
+        self.configure(config)
 
-    def configure(self, limits: LimitsConfig) -> None:
-        """These limits are in force for requests that come from now on."""
-        self._limits = limits
+    def configure(self, config: GatewayConfig) -> None:
+        """These limits and further paths are in force for requests that come from now on."""
+        self._limits = config.limits
+        self._passed = frozenset((*PLAIN, *FORMS, *config.models.pass_through))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -115,7 +119,7 @@ class OpenAiApi:
         elif stored:
             await self._show_response(stored, method, scope["query_string"], headers, sink)
         elif path == "/v1/models":
-            await _answer(sink, 200, self._models())
+            await _answer(sink, 200, orjson.dumps({"object": "list", "data": self._models.rows()}))
         elif path.startswith("/v1/models/"):
             await self._show_model(path.removeprefix("/v1/models/"), sink)
         else:
@@ -126,7 +130,7 @@ class OpenAiApi:
         """Serve and count: 499 where the client went away first."""
         model, is_gone = await self._serve(path, query, headers, receive, sink)
         status = CLIENT_GONE if is_gone else sink.status or 500
-        self._metrics.requests.labels(model if model in self._fleet.models_seen else "other", path, status).inc()
+        self._metrics.requests.labels(model if self._models.is_known(model) else "other", path, status).inc()
 
     async def _serve(
         self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink
@@ -206,28 +210,11 @@ class OpenAiApi:
         return b"".join(pieces)
 
     async def _show_model(self, model: str, sink: AsgiSink) -> None:
-        for row in self._model_rows():
+        for row in self._models.rows():
             if row["id"] == model:
                 return await _answer(sink, 200, orjson.dumps(row))
         missing = ModelNotFound(f"the model {quoted(model)} is not served here", "model")
         return await _answer(sink, missing.status, missing.body())
-
-    def _models(self) -> bytes:
-        return orjson.dumps({"object": "list", "data": self._model_rows()})
-
-    def _model_rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": model,
-                "object": "model",
-                "created": 0,
-                "owned_by": "warmroute",
-                "root": view.registration.identity.model_id if view.registration else model,
-                "parent": view.adapters.get(model),
-                "max_model_len": view.registration.context_tokens if view.registration else None,
-            }
-            for model, view in sorted(self._fleet.table.models().items())
-        ]
 
 
 def is_ready(fleet: Fleet, is_draining: bool) -> bool:

@@ -62,13 +62,17 @@ class ResponseHomes:
         self._homes.pop(response_id, None)
         self.on_change(response_id, None)
 
+    def engine_before(self, request: InferenceRequest) -> str | None:
+        """The name of the engine that made the response that a request goes on from, if that is known."""
+        previous = request.fields.get("previous_response_id") if request.endpoint == RESPONSES else None
+        return self.find(previous) if isinstance(previous, str) else None
+
     def view_of(self, request: InferenceRequest, table: FleetTable) -> EngineView | None:
         """The engine that must have the request, if it is known, serves the model and isn't known to be unwell.
 
         One that is in doubt must have it, too: no other engine could do better.
         """
-        previous = request.fields.get("previous_response_id") if request.endpoint == RESPONSES else None
-        view = table.engines.get(self.find(previous) or "") if isinstance(previous, str) else None
+        view = table.engines.get(self.engine_before(request) or "")
         is_there = view is not None and (view.is_ready or view.state == FAILING) and request.model in view.models
         return view if is_there else None
 

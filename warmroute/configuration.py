@@ -182,8 +182,8 @@ def _listed(dotted: str, text: str) -> Any:
 
 
 def _is_list(annotation: Any) -> bool:
-    """Whether a field holds a list; other values that begin with a bracket, as addresses do, are texts."""
-    return any(get_origin(kind) in (tuple, list) for kind in (annotation, *get_args(annotation)))
+    """Whether a field holds a list or a table; other values that begin with a bracket, as addresses do, are texts."""
+    return any(get_origin(kind) in (tuple, list, dict) for kind in (annotation, *get_args(annotation)))
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -251,6 +251,8 @@ def _plain(value: Any) -> Any:
         return without_password(value.get_secret_value())
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 

@@ -53,7 +53,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(value, SecretStr):
         value = value.get_secret_value()
-    if value is None or value == ():
+    if value in (None, (), {}):
         return "none"
     return f"`{value}`"
 

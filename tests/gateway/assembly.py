@@ -19,6 +19,7 @@ from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
 from gateway.admin_api import create_admin_api
+from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
@@ -38,6 +39,7 @@ from gateway.ledger import Ledger
 from gateway.load_publisher import LoadPublisher
 from gateway.lookup import ChunkLookup
 from gateway.metrics import GatewayMetrics, RateGauges
+from gateway.model_list import ModelList
 from gateway.openai_api import OpenAiApi
 from gateway.parity.parity import Parity
 from gateway.parity.self_checks import SelfChecks
@@ -110,6 +112,7 @@ class TestGateway:
     loads: EngineLoads
     assumer: AssumedPublisher
     completion: Completion
+    aliases: Aliases
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -214,9 +217,12 @@ async def gateway_for(
         recorder = TraceRecorder(trace_file, 2**20, clock)
         recording = asyncio.create_task(recorder.run())
         stack.push_async_callback(_ended, recording)
-        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
+        aliases = Aliases(config.models, fleet, homes)
+        completion = Completion(
+            fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock
+        )
         stored = StoredResponses(homes, fleet, upstream, ledger)
-        api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
+        api = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
@@ -226,7 +232,7 @@ async def gateway_for(
         )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(
-            url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer, completion
+            url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer, completion, aliases
         )
 
 
