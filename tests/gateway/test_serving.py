@@ -530,26 +530,6 @@ async def served() -> AsyncIterator[tuple[MockEngine, TestGateway]]:
         yield engine, gateway
 
 
-async def test_the_openai_client_understands_answers_streams_and_errors(
-    served: tuple[MockEngine, TestGateway],
-) -> None:
-    import openai
-
-    _, gateway = served
-    async with openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="k", max_retries=0) as client:
-        messages: Any = PROMPTS[CHAT]["messages"]
-        answer = await client.chat.completions.create(model=MODEL, messages=messages)
-        assert answer.choices[0].message.content == "ok"
-        stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "012"
-        with pytest.raises(openai.NotFoundError) as refused:
-            await client.chat.completions.create(model="other", messages=messages)
-        assert refused.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError) as refused_too:
-            await client.chat.completions.create(model=MODEL, messages=[])
-        assert refused_too.value.param == "messages"
-
-
 async def test_the_admin_api_shows_fleet_and_metrics(served: tuple[MockEngine, TestGateway]) -> None:
     _, gateway = served
     transport = httpx.ASGITransport(app=gateway.admin)  # type: ignore[arg-type]
