@@ -15,6 +15,7 @@ from prometheus_client import disable_created_metrics
 
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
+from gateway.access_log import AccessLog
 from gateway.admin_api import create_admin_api
 from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
@@ -34,6 +35,7 @@ from gateway.ids_sender import IdsSender
 from gateway.ledger import Ledger
 from gateway.load_publisher import LoadPublisher
 from gateway.load_reader import LoadReader
+from gateway.logs import use_lines
 from gateway.lookup import ChunkLookup
 from gateway.metrics import EngineGauges, GatewayMetrics, ModelFilesGauge, RateGauges
 from gateway.model_list import ModelList
@@ -99,6 +101,7 @@ class _Served:
 
     data: OpenAiApi
     aliases: Aliases
+    access: AccessLog
     admin: FastAPI
     loops: tuple[Loop, ...]
 
@@ -152,6 +155,10 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
         served.aliases.configure(config.models)
         served.data.configure(config)
 
+    def logs(config: GatewayConfig) -> None:
+        use_lines(config.logs.format)
+        served.access.configure(config.logs)
+
     def engines(config: GatewayConfig) -> None:
         known.local_models.configure(config.engines)
         known.sent.configure(_kv_tokens(config))
@@ -160,6 +167,7 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
     return {
         "limits": served.data.configure,
         "models": models,
+        "logs": logs,
         "timeouts": lambda config: upstream.configure(config.timeouts),
         "engines": engines,
         "hardware": engines,
@@ -232,7 +240,8 @@ def _served(
     aliases = Aliases(config.models, fleet, homes)
     completion = Completion(fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
-    data = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, config, clock, is_draining)
+    access = AccessLog(config.logs, clock)
+    data = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, access, config, clock, is_draining)
     admin = create_admin_api(
         completion,
         fleet,
@@ -248,7 +257,7 @@ def _served(
         config.limits.body_bytes_max,
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
-    return _Served(data, aliases, admin, (prefetcher, parity, recorder, *notes))
+    return _Served(data, aliases, access, admin, (prefetcher, parity, recorder, *notes))
 
 
 def _encoders(

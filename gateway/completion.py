@@ -55,7 +55,8 @@ class Completion:
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
         incoming = self._aliases.resolved(incoming)
-        request = incoming.request
+        request, note = incoming.request, incoming.note
+        note.model = request.model
         views = self._serving(request.model)
         prepared = await self._preparation.prepare(incoming, views)
         tried: set[str] = set()
@@ -70,6 +71,7 @@ class Completion:
             if tried:
                 self._metrics.retries.inc()
             tried.add(view.engine)
+            note.engine, note.attempts = view.engine, len(tried)
             may_retry = len(left) > 1 and len(tried) < ATTEMPTS_MAX
             failure = await self._attempt(incoming, prepared, decision, view, sink, may_retry)
             if failure is None:
@@ -160,6 +162,7 @@ class Completion:
                 usage, events = tail.usage(), tail.events
             else:
                 usage, events = await self._relay_whole(answer, body, headers, sink, view.engine), 0
+            incoming.note.usage = usage
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
                 dispatch.note_usage(usage)

@@ -278,6 +278,18 @@ class TraceConfig(Section):
     mb: int = Field(256, ge=1, le=65_536, description="Megabytes (MiB) at which the record ends.")
 
 
+class LogsConfig(Section):
+    """What is logged, to stderr, beside `log_level`. No line holds a prompt, an answer or a key."""
+
+    format: Literal["text", "json"] = Field("text", description="text, or json: an object a line.")
+    access: bool = Field(
+        False, description="Whether there is a line for each request: id, model, engine, status, tokens, times."
+    )
+    access_every: int = Field(
+        1, ge=1, le=10**6, description="Of so many requests one has its line; all with a status from 500 on."
+    )
+
+
 class ModelConfig(Section):
     """A model that isn't in the table of hardware; all of this is in its `config.json`, but for the counts."""
 
@@ -351,6 +363,7 @@ class GatewayConfig(Section):
     files_folder: Path = Field(
         default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."
     )
+    logs: LogsConfig = LogsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug to error.")
 
     @field_validator("engines")

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from gateway.access_log import AccessLog, RequestNote
 from gateway.client_connection import DOWNSTREAM, Departure, Downstream
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -29,6 +30,7 @@ from gateway.errors import (
 )
 from gateway.fleet import Fleet
 from gateway.header_rules import Headers, with_request_id
+from gateway.logs import REQUEST_ID
 from gateway.metrics import GatewayMetrics
 from gateway.model_list import ModelList
 from gateway.openai_schema import ENDPOINTS, FORMS, PLAIN, InferenceRequest, parse_passed, parse_request
@@ -49,15 +51,17 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 class AsgiSink:
     """The client's end of an answer. Adds the request id; sends each piece at once."""
 
-    def __init__(self, send: Send, request_id: bytes, downstream: Downstream) -> None:
-        self._send, self.request_id, self.departure = send, request_id, downstream.departure
+    def __init__(self, send: Send, request_id: bytes, downstream: Downstream, clock: Callable[[], float]) -> None:
+        self._send, self.request_id, self.departure, self._clock = send, request_id, downstream.departure, clock
         self.push = downstream.push
         """See `Sink`."""
         self.status: int | None = None
+        self.started_at: float | None = None
+        """When the head was sent."""
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """See `Sink`."""
-        self.status = status
+        self.status, self.started_at = status, self._clock()
         headers = with_request_id(headers, self.request_id)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -84,12 +88,13 @@ class OpenAiApi:
         fleet: Fleet,
         models: ModelList,
         metrics: GatewayMetrics,
+        access: AccessLog,
         config: GatewayConfig,
         clock: Callable[[], float],
         is_draining: Callable[[], bool],
     ) -> None:
         self._completion, self._stored, self._fleet, self._metrics = completion, stored, fleet, metrics
-        self._models = models
+        self._models, self._access = models, access
         self._clock, self._is_draining = clock, is_draining
         self.configure(config)
 
@@ -103,7 +108,8 @@ class OpenAiApi:
         if scope["type"] != "http":
             return
         headers: Headers = scope["headers"]
-        sink = AsgiSink(send, _request_id(headers), scope["extensions"][DOWNSTREAM])
+        sink = AsgiSink(send, _request_id(headers), scope["extensions"][DOWNSTREAM], self._clock)
+        REQUEST_ID.set(sink.request_id.decode())
         path, method = scope["path"], scope["method"]
         stored = read_path(path)
         is_inference = path in ENDPOINTS or path in self._passed
@@ -128,15 +134,17 @@ class OpenAiApi:
 
     async def _infer(self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink) -> None:
         """Serve and count: 499 where the client went away first."""
-        model, is_gone = await self._serve(path, query, headers, receive, sink)
+        note = RequestNote(self._clock())
+        model, is_gone = await self._serve(path, query, headers, receive, sink, note)
         status = CLIENT_GONE if is_gone else sink.status or 500
         self._metrics.requests.labels(model if self._models.is_known(model) else "other", path, status).inc()
+        self._access.add(path, model, status, sink.started_at, note)
 
     async def _serve(
-        self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink
+        self, path: str, query: bytes, headers: Headers, receive: Receive, sink: AsgiSink, note: RequestNote
     ) -> tuple[str, bool]:
         """The model asked for, and whether the client went away."""
-        arrived_at, model = self._clock(), ""
+        model = ""
         try:
             body = await self._read_body(headers, receive)
             if body is None:
@@ -144,7 +152,7 @@ class OpenAiApi:
             request = self._parsed(path, body, headers)
             model = request.model
             kept = with_request_id(headers, sink.request_id)
-            incoming = Incoming(request, kept, arrived_at, query, _wants_explanation(headers))
+            incoming = Incoming(request, kept, note.arrived_at, query, _wants_explanation(headers), note)
             if not await _unless_gone(self._completion.serve(incoming, sink), sink.departure):
                 return model, True
         except GatewayError as error:
@@ -164,7 +172,7 @@ class OpenAiApi:
         self, asked: StoredPath, method: str, query: bytes, headers: Headers, sink: AsgiSink
     ) -> None:
         """Pass on what the engine says that made the response, and count; what is sent with the question is left."""
-        is_gone = False
+        is_gone, note = False, RequestNote(self._clock())
         try:
             work = self._stored.serve(asked, method, query, with_request_id(headers, sink.request_id), sink)
             is_gone = not await _unless_gone(work, sink.departure)
@@ -173,7 +181,9 @@ class OpenAiApi:
         except Exception:  # the edge of a request: the client gets an answer, the log gets the trace
             logger.exception("a request failed for a reason that is a bug")
             await self._fail(sink, 500, bug_answer(asked.path))
-        self._metrics.requests.labels("other", asked.label, CLIENT_GONE if is_gone else sink.status or 500).inc()
+        status = CLIENT_GONE if is_gone else sink.status or 500
+        self._metrics.requests.labels("other", asked.label, status).inc()
+        self._access.add(asked.label, "", status, sink.started_at, note)
 
     async def _fail(self, sink: AsgiSink, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
         if sink.status is None:

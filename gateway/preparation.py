@@ -3,10 +3,11 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from directory.costs import prefill_s
 from directory.identity import Scope
+from gateway.access_log import RequestNote
 from gateway.affinity import named_session, session_key
 from gateway.context_guard import refuse_too_long
 from gateway.encoding.encoder import Encoding
@@ -31,6 +32,8 @@ class Incoming:
     arrived_at: float
     query: bytes = b""
     wants_explanation: bool = False
+    note: RequestNote = field(default_factory=RequestNote)
+    """For the access log."""
 
     @property
     def path(self) -> str:

@@ -15,6 +15,7 @@ from directory.server_url import check_server_url
 from gateway.app import run
 from gateway.config import GatewayConfig
 from gateway.descriptors import raise_limit, shortfall
+from gateway.logs import use_lines
 from gateway.reload import Rejected
 from gateway.servers import Listeners, PortTaken
 from gateway.sibling_notes import Siblings
@@ -56,6 +57,7 @@ def run_command(options: argparse.Namespace) -> int:
             print(effective(config), end="")
             return 0
         set_up_logging(config.log_level)
+        use_lines(config.logs.format)
         _provide_descriptors()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.workers > 1 and options.worker is None:

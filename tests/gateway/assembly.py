@@ -18,12 +18,21 @@ from directory.members import GatewayRegistration, draw_incarnation
 from directory.memory import MemoryDirectory
 from directory.placements import partition_of
 from directory.tiers import Tier
+from gateway.access_log import AccessLog
 from gateway.admin_api import create_admin_api
 from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
-from gateway.config import EngineConfig, GatewayConfig, LimitsConfig, ModelsConfig, RoutingConfig, TimeoutsConfig
+from gateway.config import (
+    EngineConfig,
+    GatewayConfig,
+    LimitsConfig,
+    LogsConfig,
+    ModelsConfig,
+    RoutingConfig,
+    TimeoutsConfig,
+)
 from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
@@ -146,6 +155,7 @@ async def gateway_for(
     trace_file: Path | None = None,
     kv_tokens: int | None = None,
     models: ModelsConfig | None = None,
+    logs: LogsConfig | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
@@ -165,7 +175,11 @@ async def gateway_for(
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
     limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
     config = GatewayConfig(
-        limits=limits, engines=tuple(static), routing=routing or RoutingConfig(), models=models or ModelsConfig()
+        limits=limits,
+        engines=tuple(static),
+        routing=routing or RoutingConfig(),
+        models=models or ModelsConfig(),
+        logs=logs or LogsConfig(),
     )
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
@@ -222,7 +236,8 @@ async def gateway_for(
             fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock
         )
         stored = StoredResponses(homes, fleet, upstream, ledger)
-        api = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, config, clock, lambda: False)
+        models_listed, access = ModelList(fleet, aliases), AccessLog(config.logs, clock)
+        api = OpenAiApi(completion, stored, fleet, models_listed, metrics, access, config, clock, lambda: False)
         await fleet.refresh()
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
