@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -142,12 +142,14 @@ async def gateway_for(
     policy: Policy | None = None,
     trace_file: Path | None = None,
     kv_tokens: int | None = None,
+    pause: Callable[[float], Awaitable[None]] | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
     The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
     in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all
-    hosts', `kv_tokens` what each engine's KV cache holds.
+    hosts', `kv_tokens` what each engine's KV cache holds. `pause` is what it does between two attempts: a turn of the
+    loop, if it isn't given.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -211,7 +213,8 @@ async def gateway_for(
         recorder = TraceRecorder(trace_file, 2**20, clock)
         recording = asyncio.create_task(recorder.run())
         stack.push_async_callback(_ended, recording)
-        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
+        sleep = pause or _take_a_turn
+        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock, sleep)
         stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
@@ -225,6 +228,10 @@ async def gateway_for(
         yield TestGateway(
             url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer, completion
         )
+
+
+async def _take_a_turn(pause_s: float) -> None:
+    await asyncio.sleep(0)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
