@@ -12,6 +12,7 @@ from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
 from gateway.errors import ModelNotFound, NoEngineAvailable, UpstreamError, UpstreamTimeout, quoted
 from gateway.fleet import EngineView, Fleet
+from gateway.hang_watch import HangWatch
 from gateway.ids_sender import IdsSender
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import RESPONSES, InferenceRequest
@@ -48,11 +49,12 @@ class Completion:
         parity: Parity,
         homes: ResponseHomes,
         recorder: TraceRecorder,
+        hangs: HangWatch,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._sleep = sleep
+        self._hangs, self._sleep = hangs, sleep
         self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
         self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
         self._metrics, self._clock, self._budget = metrics, clock, RetryBudget()
@@ -146,7 +148,8 @@ class Completion:
             async with self._unless_lost(view.engine, bool(again)):
                 known = None if view.engine in prepared.approximate else own
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
-                answer = await watched.send(send)
+                with self._hangs.waiting(view, request, score.expected_ttft_s):
+                    answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:

@@ -31,6 +31,7 @@ from gateway.encoding.model_files import ModelFiles
 from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet, FleetTable
+from gateway.hang_watch import HangWatch
 from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
@@ -214,7 +215,12 @@ async def gateway_for(
         recording = asyncio.create_task(recorder.run())
         stack.push_async_callback(_ended, recording)
         sleep = pause or _take_a_turn
-        completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock, sleep)
+        hangs = HangWatch(fleet, upstream, ledger.wait_s, clock)
+        looking = asyncio.create_task(hangs.run())
+        stack.push_async_callback(_ended, looking)
+        completion = Completion(
+            fleet, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock, sleep
+        )
         stored = StoredResponses(homes, fleet, upstream, ledger)
         api = OpenAiApi(completion, stored, fleet, metrics, config, clock, lambda: False)
         await fleet.refresh()
