@@ -29,6 +29,7 @@ from gateway.encoding.local_models import LocalModels
 from gateway.encoding.model_files import ModelFiles
 from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet, FleetTable
+from gateway.hang_watch import HangWatch
 from gateway.health import CHECKS_AT_ONCE_MAX, HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
@@ -219,6 +220,13 @@ def _known(
     )
 
 
+def _hang_watch(known: _Known, upstream: Upstream, clock: Callable[[], float]) -> HangWatch:
+    def wait_s(engine: str) -> float:
+        return known.loads.of(engine).wait_s
+
+    return HangWatch(known.fleet, upstream, wait_s, clock, on_hung=known.metrics.degraded.labels("engine_hangs").inc)
+
+
 def _served(
     config: GatewayConfig,
     directory: RedisDirectory,
@@ -237,8 +245,10 @@ def _served(
     preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
     policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock, listeners.worker)
     dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
-    aliases = Aliases(config.models, fleet, homes)
-    completion = Completion(fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock)
+    aliases, hangs = Aliases(config.models, fleet, homes), _hang_watch(known, upstream, clock)
+    completion = Completion(
+        fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock
+    )
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
     access = AccessLog(config.logs, clock)
     data = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, access, config, clock, is_draining)
@@ -257,7 +267,7 @@ def _served(
         config.limits.body_bytes_max,
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
-    return _Served(data, aliases, access, admin, (prefetcher, parity, recorder, *notes))
+    return _Served(data, aliases, access, admin, (prefetcher, parity, recorder, hangs, *notes))
 
 
 def _encoders(

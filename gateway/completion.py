@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -12,12 +13,15 @@ from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
 from gateway.errors import ModelNotFound, NoEngineAvailable, UpstreamError, UpstreamTimeout, quoted
 from gateway.fleet import EngineView, Fleet
+from gateway.hang_watch import HangWatch
 from gateway.ids_sender import IdsSender
 from gateway.metrics import GatewayMetrics
 from gateway.openai_schema import RESPONSES, InferenceRequest
 from gateway.parity.parity import Parity, WatchedAnswer
 from gateway.preparation import Incoming, Preparation, Prepared
 from gateway.response_homes import ResponseHomes
+from gateway.retry_after import retry_after_s
+from gateway.retry_budget import RetryBudget
 from gateway.routing.query import RoutingDecision, Score
 from gateway.sink import Sink
 from gateway.stream_relay import StreamRelay
@@ -29,7 +33,11 @@ logger = logging.getLogger(__name__)
 ATTEMPTS_MAX = 3
 PASSING_TYPES = ("audio/", "video/", "application/octet-stream")
 """Answers that are played while they come: like streams they aren't read to their end first."""
-RETRY_STATUSES = frozenset({429, 502, 503, 504})
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+FAULT = 500
+"""May be the request's own doing: it is sent elsewhere once."""
+RETRY_PAUSE_S = 0.02
+"""Before a request that was refused is sent again: up to so many seconds, and twice as many each time."""
 
 
 class Completion:
@@ -45,12 +53,15 @@ class Completion:
         parity: Parity,
         homes: ResponseHomes,
         recorder: TraceRecorder,
+        hangs: HangWatch,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._hangs, self._sleep = hangs, sleep
         self._fleet, self._aliases, self._preparation, self._dispatcher = fleet, aliases, preparation, dispatcher
         self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
-        self._metrics, self._clock = metrics, clock
+        self._metrics, self._clock, self._budget = metrics, clock, RetryBudget()
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
@@ -62,18 +73,22 @@ class Completion:
         tried: set[str] = set()
         failure: EngineFailed | None = None
         words: WholeAnswer | None = None
+        self._budget.note_request()
         while len(tried) < ATTEMPTS_MAX:
             left = self._left(request, views, tried)
-            if not left:
+            if not left or (tried and not self._budget.take()):
                 break
+            if failure is not None and failure.answer is not None:
+                await self._sleep(random.uniform(0, RETRY_PAUSE_S * 2 ** len(tried)))
             decision = self._dispatcher.decide(prepared, left)
             view = next(each for each in left if each.engine == decision.ranked[0].engine)
             if tried:
                 self._metrics.retries.inc()
             tried.add(view.engine)
             note.engine, note.attempts = view.engine, len(tried)
-            may_retry = len(left) > 1 and len(tried) < ATTEMPTS_MAX
-            failure = await self._attempt(incoming, prepared, decision, view, sink, may_retry)
+            may_retry = len(left) > 1 and len(tried) < ATTEMPTS_MAX and self._budget.allows_one
+            again = RETRY_STATUSES if words is None or words.status != FAULT else RETRY_STATUSES - {FAULT}
+            failure = await self._attempt(incoming, prepared, decision, view, sink, again if may_retry else frozenset())
             if failure is None:
                 return
             words = failure.answer or words
@@ -127,24 +142,27 @@ class Completion:
         decision: RoutingDecision,
         view: EngineView,
         sink: Sink,
-        may_retry: bool,
+        again: frozenset[int],
     ) -> EngineFailed | None:
-        """Send the request to one engine. A failure before the client's first byte is returned, not raised."""
+        """Send the request to one engine. A failure before the client's first byte is returned, not raised; so is an
+        answer whose status is in `again`, which is empty where nobody else is left to ask.
+        """
         request, score = incoming.request, decision.ranked[0]
         answer: Answer | None = None
         own = prepared.prompt.of(view)
         watched = self._parity.watch(request, view, own)
         dispatch = self._dispatcher.send_off(prepared, decision, view, request.stream)
         try:
-            async with self._unless_lost(view.engine, may_retry):
+            async with self._unless_lost(view.engine, bool(again)):
                 known = None if view.engine in prepared.approximate else own
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
-                answer = await watched.send(send)
+                with self._hangs.waiting(view, request, score.expected_ttft_s):
+                    answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
-                    dispatch.first_byte(answer.status)
-                is_refusal = may_retry and answer.status in RETRY_STATUSES
+                    dispatch.first_byte(answer.status, retry_after_s(answer.status, answer.headers()))
+                is_refusal = answer.status in again
                 is_read = is_refusal or not (is_stream or answer.content_type.startswith(PASSING_TYPES))
                 body = await self._read_whole(answer) if is_read else None
             headers = answer.headers()
@@ -158,10 +176,10 @@ class Completion:
             sink = self._homes.watched(request, sink, view.engine, on_first_token)
             if is_stream:
                 observe = _do_nothing if is_announced else observe
-                tail = await self._relay_stream(answer, headers, sink, view.engine, observe, watched, request.endpoint)
+                tail = await self._relay_stream(answer, headers, sink, dispatch, observe, watched, request.endpoint)
                 usage, events = tail.usage(), tail.events
             else:
-                usage, events = await self._relay_whole(answer, body, headers, sink, view.engine), 0
+                usage, events = await self._relay_whole(answer, body, headers, sink, dispatch), 0
             incoming.note.usage = usage
             if answer.status == 200:
                 self._audit(request.model, prepared, score, usage)
@@ -209,7 +227,7 @@ class Completion:
         answer: Answer,
         headers: list[tuple[bytes, bytes]],
         sink: Sink,
-        engine: str,
+        dispatch: Dispatch,
         observe: Callable[[], None],
         watched: WatchedAnswer,
         endpoint: str,
@@ -234,7 +252,7 @@ class Completion:
             if not relay.has_started:
                 raise
             if not relay.tail.is_done:
-                self._note_broken("stream_broken", engine, failure)
+                self._note_broken("stream_broken", dispatch, failure)
                 said = f"the engine failed while it was answering: {failure}"
                 await sink.write(broken_stream_event(said, endpoint, relay.tail.kept))
         if not relay.has_started:
@@ -243,7 +261,7 @@ class Completion:
         return relay.tail
 
     async def _relay_whole(
-        self, answer: Answer, body: bytes | None, headers: list[tuple[bytes, bytes]], sink: Sink, engine: str
+        self, answer: Answer, body: bytes | None, headers: list[tuple[bytes, bytes]], sink: Sink, dispatch: Dispatch
     ) -> Usage | None:
         """Send a body that was read, or one that is too large for that, piece by piece."""
         await sink.start(answer.status, headers)
@@ -255,17 +273,17 @@ class Completion:
             async for piece in answer.pieces():
                 await sink.write(piece)
         except EngineFailed as failure:  # the client's connection is cut: it sees that this isn't the end
-            self._note_broken("answer_broken", engine, failure)
+            self._note_broken("answer_broken", dispatch, failure)
             return None
         await sink.finish()
         return None
 
-    def _note_broken(self, reason: str, engine: str, failure: EngineFailed) -> None:
+    def _note_broken(self, reason: str, dispatch: Dispatch, failure: EngineFailed) -> None:
         """An answer broke after its first byte."""
-        logger.warning("an answer of engine %s broke after its first byte: %s", engine, failure)
+        logger.warning("an answer of engine %s broke after its first byte: %s", dispatch.engine, failure)
         self._metrics.degraded.labels(reason).inc()
         if failure.is_connection:
-            self._fleet.note_failure(engine)
+            self._fleet.note_failure(dispatch.engine)
 
     def _observe_first_byte(self, incoming: Incoming, prepared: Prepared, score: Score) -> None:
         usable = prepared.encoding.prompt_tokens

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from directory.placements import NO_MATCH
 from directory.tiers import Tier
 from gateway.audit import Usage
+from gateway.breaker import Breaker, Trial
 from gateway.fleet import EngineView
 from gateway.ledger import RECENT_S, Booking, Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.prefetch import Hint, Prefetcher, Wish, hint_for
 from gateway.prefill_watch import PrefillWatch, WatchedPrefill
 from gateway.preparation import Prepared
-from gateway.refusals import Refusals
 from gateway.routing.policies import Policy
 from gateway.routing.query import Candidate, PeerExtension, RoutingDecision, RoutingQuery
 from gateway.sent_prompts import KnownMatch, SentPrompt, SentPrompts
@@ -21,8 +20,6 @@ from gateway.shared_load import EngineLoads
 
 PEER_FIXED_S = 0.005
 """Seconds before another host's first chunk comes: a hint's way, and a round trip between two agents."""
-TOO_MANY, SERVER_ERRORS = 429, 500
-"""Statuses of a refusal: that one, and from there on."""
 PROBE_CHUNKS, PROBE_INTERVAL_S, PROBED_MAX = 2, 30.0, 4096
 """Hints at hosts that weren't measured yet: chunks, seconds between two for one pair of hosts, pairs remembered."""
 
@@ -37,12 +34,20 @@ class Dispatch:
     prefill: WatchedPrefill
     wish: Wish | None
     prefetcher: Prefetcher
-    answered: Callable[[int], None]
+    trial: Trial
+    clock: Callable[[], float]
 
-    def first_byte(self, status: int = 200) -> None:
-        """Its prefill is done, or else it was refused (another `status`); repeating it changes nothing."""
+    @property
+    def engine(self) -> str:
+        """The engine's name."""
+        return self.trial.engine
+
+    def first_byte(self, status: int = 200, retry_after_s: float = 0.0) -> None:
+        """Its prefill is done, or else it was refused (another `status`, and when it may be tried again); repeating it
+        changes nothing.
+        """
         is_computed = status == 200
-        self.answered(status)
+        self.trial.answered(status, retry_after_s, self.clock())
         self.ledger.first_byte(self.booking, is_computed)
         self.prompt.first_byte(is_computed)
         self.prefill.first_byte(is_computed)
@@ -58,6 +63,7 @@ class Dispatch:
         self.ledger.release(self.booking)
         self.prompt.release()
         self.prefill.release()
+        self.trial.end()
         self._release_wish()
 
     def _release_wish(self) -> None:
@@ -83,15 +89,15 @@ class Dispatcher:
         self._prefetcher = prefetcher
         self._metrics, self._clock = metrics, clock
         self._probed: dict[tuple[str, str], float] = {}
-        self._refusals = Refusals()
+        self._breaker = Breaker()
 
     def decide(self, prepared: Prepared, views: Sequence[EngineView]) -> RoutingDecision:
-        """Rank `views`, of which there is at least one, for a request; those that refused lately only where all did.
+        """Rank `views`, of which there is at least one, for a request; those that failed lately only where all did.
 
         Nothing is booked.
         """
         now = self._clock()
-        views = [view for view in views if not self._refusals.back_off_s(view.engine, now)] or views
+        views = self._breaker.admitted(views, now)
         with self._metrics.stage("route", self._clock):
             return self._policy.route(
                 RoutingQuery(
@@ -121,14 +127,8 @@ class Dispatcher:
             held_tokens=max(0, prompt_tokens - score.tier_tokens.get(Tier.GPU, 0)),
             ahead_s=self._loads.ahead_s(view.engine),
         )
-        answered = partial(self._note_answered, view.engine)
-        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher, answered)
-
-    def _note_answered(self, engine: str, status: int) -> None:
-        if status == 200:
-            self._refusals.note_served(engine)
-        elif status == TOO_MANY or status >= SERVER_ERRORS:  # what the client has done wrong is no sign of the engine
-            self._refusals.note_refused(engine, self._clock())
+        trial = self._breaker.send(view.engine, self._clock())
+        return Dispatch(booking, self._ledger, prompt, prefill, wish, self._prefetcher, trial, self._clock)
 
     def _known(self, prepared: Prepared, view: EngineView) -> KnownMatch:
         holders = prepared.holders

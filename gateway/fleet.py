@@ -39,6 +39,8 @@ UNKNOWN_CONTEXT_TOKENS = 2**20
 """Of an engine that doesn't list its `max_model_len`: longer texts aren't encoded."""
 FAILING = "failing"
 """The state of an engine that dropped a connection, until its next health check."""
+HUNG = "hangs: takes requests and answers none"
+"""The state of an engine that looks well and isn't, until it answers (`gateway.hang_watch`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,8 @@ class FleetTable:
         return views
 
     def doubtful(self, model: str) -> tuple[EngineView, ...]:
-        """Engines that dropped a connection and weren't checked since: for want of a ready one they are tried."""
-        return tuple(view for view in self.engines.values() if view.state == FAILING and model in view.models)
+        """Engines that dropped a connection since their last check, or that hang: tried for want of a ready one."""
+        return tuple(view for view in self.engines.values() if view.state in (FAILING, HUNG) and model in view.models)
 
     def models(self) -> dict[str, EngineView]:
         """Every model served by a ready engine, with one such engine."""
@@ -167,7 +169,7 @@ class Fleet:
         self.directory_full_for: tuple[str, ...] = ()
         """Hosts and engines that say that the directory refuses their placements for want of memory."""
         self.models_seen: set[str] = set()
-        self._belief = Belief()
+        self._belief, self.hung = Belief(), set[str]()
         self._belief_changes_at = float("inf")
         self._read_at: float | None = None
 
@@ -192,6 +194,11 @@ class Fleet:
         if view is not None and view.is_ready:
             self._health.distrust(engine)
             self._publish({**self.table.engines, engine: replace(view, state=FAILING)}, self.table.hosts)
+
+    def note_hung(self, engine: str, hangs: bool) -> None:
+        """Whether an engine answers nothing, whatever health checks say: while it hangs it isn't chosen."""
+        (self.hung.add if hangs else self.hung.discard)(engine)
+        self._publish(self._table.engines, self._table.hosts)
 
     @contextlib.contextmanager
     def told_when_lost(self, engine: str, tell: Callable[[], None]) -> Iterator[None]:
@@ -389,7 +396,9 @@ class Fleet:
         return views
 
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
-        before, self._table = self._table, FleetTable(dict(engines), dict(hosts))
+        self.hung &= engines.keys()
+        engines = {name: _as_it_hangs(view, name in self.hung) for name, view in engines.items()}
+        before, self._table = self._table, FleetTable(engines, dict(hosts))
         for engine in list(self._watchers):
             was = before.engines[engine].state if engine in before.engines else ""
             now = engines[engine].state if engine in engines else ""
@@ -399,6 +408,12 @@ class Fleet:
         for view in engines.values():
             self.models_seen.update(view.models)
         self._on_change(self._table)
+
+
+def _as_it_hangs(view: EngineView, hangs: bool) -> EngineView:
+    if view.state == ("ready" if hangs else HUNG):
+        return replace(view, state=HUNG if hangs else "ready")
+    return view
 
 
 def _static_view(engine: EngineConfig, hardware: Hardware) -> EngineView:

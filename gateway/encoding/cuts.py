@@ -181,10 +181,14 @@ class Cutter:
         """What is no longer is encoded as it is."""
         return LONG * self.piece_chars
 
-    def stretches(self, prompt: str) -> Sequence[str]:
-        """A whole prompt in stretches, added tokens and all."""
+    def stretches(self, prompt: str, goes_on: bool = False) -> Sequence[str]:
+        """A whole prompt in stretches, added tokens and all; or the rest of one, which `goes_on` from the end of one of
+        its stretches. Where they end doesn't depend on what lies before, so a rest is cut as the whole prompt is.
+        """
         rules = self.rules.lines if self.rules.between_tokens else ()
-        return self._cut(prompt, rules, self.stretch_chars)
+        if not rules or (len(prompt) <= LONG * self.stretch_chars and not goes_on):
+            return [prompt]
+        return _cut_at(prompt, self._stretch_places(prompt, rules))
 
     def opening_chars(self, prompt: str) -> int:
         """How long the shortest part is that a whole prompt may be cut off after; 0 where none is short."""
@@ -195,6 +199,9 @@ class Cutter:
     def pieces(self, gap: str) -> Sequence[str]:
         """What lies between two added tokens, in pieces."""
         return self._cut(gap, self.rules.every, self.piece_chars)
+
+    def _stretch_places(self, prompt: str, rules: Sequence[CutRule]) -> Iterable[int]:
+        return sorted({place for rule in rules for place in rule.chosen_places(prompt, self.stretch_chars)})
 
     def _cut(self, text: str, rules: Sequence[CutRule], aim_chars: int) -> Sequence[str]:
         long = LONG * aim_chars
@@ -218,8 +225,19 @@ class CutterEverywhere(Cutter):
     With 0 `piece_chars` stretches are taken apart, too; with many they are encoded as they are.
     """
 
+    def stretches(self, prompt: str, goes_on: bool = False) -> Sequence[str]:
+        """See `Cutter`; short ones as well."""
+        return super().stretches(prompt, goes_on=True)
+
+    def _stretch_places(self, prompt: str, rules: Sequence[CutRule]) -> Iterable[int]:
+        return _every_place(prompt, rules)
+
     def _cut(self, text: str, rules: Sequence[CutRule], aim_chars: int) -> Sequence[str]:
-        return _cut_at(text, sorted({place for rule in rules for place in rule.places(text)}))
+        return _cut_at(text, _every_place(text, rules))
+
+
+def _every_place(text: str, rules: Sequence[CutRule]) -> list[int]:
+    return sorted({place for rule in rules for place in rule.places(text)})
 
 
 def _cut_at(text: str, places: Iterable[int]) -> list[str]:

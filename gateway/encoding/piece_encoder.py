@@ -1,17 +1,19 @@
 """The ids of a text from the ids of its parts, of which most were seen before.
 
-    prompt -> stretches: known? -> segments, at added tokens -> the gaps between them: known? -> pieces: known?
-           -> all pieces that aren't, in one batch -> joined
+    prompt -> its opening: known? -> stretches of the rest: known? -> segments, at added tokens -> the gaps between
+           them: known? -> pieces: known? -> all pieces that aren't, in one batch -> joined
 
 Looking up may run in any thread, and so may the batch, which releases the GIL. Joining belongs to the event loop's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 
 from gateway.encoding.added_tokens import AddedTokenSplitter
 from gateway.encoding.cuts import Cutter
+from gateway.encoding.known_openings import BLOCK_CHARS, KnownOpenings, Opening
 from gateway.encoding.piece_cache import PieceCache
 from gateway.encoding.pipeline import Pipeline, Prefix
 from gateway.encoding.token_lengths import TokenLengths
@@ -41,13 +43,17 @@ class PartialEncoding:
     """A text's ids as far as they are known.
 
     `places[is_first]` says where the ids of each missing piece belong; `wholes` are gaps and stretches that were taken
-    apart, to be kept: (text, whether it is first, from where to where its parts are).
+    apart, to be kept: (text, whether it is first, from where to where its parts are). `ends` are safe places after the
+    known `opening`, with how many parts come before each.
     """
 
     cache: PieceCache
     parts: list[bytes]
     places: tuple[dict[str, list[int]], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
     wholes: list[tuple[str, bool, int, int]] = field(default_factory=list)
+    text: str = ""
+    opening: Opening = field(default_factory=Opening)
+    ends: list[tuple[int, int]] = field(default_factory=list)
     missing_chars: list[int] = field(default_factory=lambda: [0, 0])
     """Of later pieces, and of first ones."""
 
@@ -57,6 +63,7 @@ class NewText:
     """A long text that was encoded at once: what its first `opening_chars` gave, and the others."""
 
     cache: PieceCache
+    openings: KnownOpenings
     text: str
     opening_chars: int
     opening_ids: bytes
@@ -74,35 +81,55 @@ class PieceEncoder:
     `depth` is how far texts are taken apart. Whoever sets it has the proof that ids are right that far.
     """
 
-    def __init__(self, pipeline: Pipeline, cutter: Cutter, whole: Backend, rest: Backend, cache_bytes_max: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        cutter: Cutter,
+        whole: Backend,
+        rest: Backend,
+        cache_bytes_max: int,
+        block_chars: int = BLOCK_CHARS,
+    ) -> None:
         self._backends = (rest, whole)
         self._splitter, self._cutter = AddedTokenSplitter(pipeline.added_tokens), cutter
         self._prefix, self._before, self._after = pipeline.prefix, pipeline.ids_before, pipeline.ids_after
-        self._cache_bytes_max = cache_bytes_max
-        self.cache = PieceCache(cache_bytes_max)
+        self._cache_bytes_max, self._block_chars = cache_bytes_max, block_chars
+        self.cache, self.openings = PieceCache(cache_bytes_max // 2), KnownOpenings(cache_bytes_max // 2, block_chars)
         self.depth = Depth.WHOLE
         can_split = rest.is_quick and pipeline.token_bytes and pipeline.prefix is not Prefix.GAPS
         self._lengths = TokenLengths(pipeline.token_bytes, pipeline.composes) if can_split else None
 
     def flush(self) -> None:
         """Forget all ids; what is being looked up meanwhile goes nowhere."""
-        self.cache = PieceCache(self._cache_bytes_max)
+        self.cache = PieceCache(self._cache_bytes_max // 2)
+        self.openings = KnownOpenings(self._cache_bytes_max // 2, self._block_chars)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is remembered takes, about."""
+        return self.cache.bytes_used + self.openings.bytes_used
 
     def certain_chars(self, text: str) -> int:
         """See `AddedTokenSplitter`."""
         return self._splitter.certain_chars(text)
 
-    def look_up(self, text: str) -> PartialEncoding:
-        """What is known of a text, for any thread. Not for an encoder that takes nothing apart; what is looked up while
-        it ceases to is finished.
+    def look_up(self, text: str, opening: Opening | None = None) -> PartialEncoding:
+        """What is known of a text, for any thread; `opening` is how it was recalled, if it was. Not for an encoder
+        that takes nothing apart; what is looked up while it ceases to is finished.
         """
-        partial = PartialEncoding(self.cache, [])
-        stretches = self._cutter.stretches(text) if self.depth is Depth.PIECES else (text,)
-        if len(stretches) == 1:
+        opening = self.recall(text) if opening is None else opening
+        partial = PartialEncoding(self.cache, opening.parts.copy(), text=text, opening=opening)
+        rest, goes_on = text[opening.place :], opening.place > 0
+        stretches = self._cutter.stretches(rest, goes_on) if self.depth is Depth.PIECES else (rest,)
+        if len(stretches) == 1 and not goes_on:
             self._look_up_segments(text, True, partial)
             return partial
         uncut_chars_max = -1 if self._prefix is Prefix.GAPS else self._cutter.uncut_chars_max
-        for number, stretch in enumerate(stretches):
+        end = opening.place
+        for number, stretch in enumerate(stretches, start=goes_on):
+            if end > opening.place:
+                partial.ends.append((end, len(partial.parts)))
+            end += len(stretch)
             is_first, start = self.is_first(number), len(partial.parts)
             ids = partial.cache.get(stretch, is_first)
             if ids is not None:
@@ -113,6 +140,10 @@ class PieceEncoder:
                 self._look_up_segments(stretch, number == 0, partial)
                 partial.wholes.append((stretch, is_first, start, len(partial.parts)))
         return partial
+
+    def recall(self, text: str) -> Opening:
+        """What is known of how a text begins, for any thread."""
+        return self.openings.find(text) if self.depth is Depth.PIECES else Opening()
 
     def _look_up_segments(self, stretch: str, begins: bool, partial: PartialEncoding) -> None:
         get, add = partial.cache.get, partial.parts.append
@@ -172,12 +203,24 @@ class PieceEncoder:
                 cache.put(piece, is_first, ids)
         for whole, is_first, start, end in partial.wholes:
             cache.put(whole, is_first, b"".join(parts[start:end]))
+        partial.opening.go_on(partial.text, self._stretches_of(partial))
         if adds_special:
             return b"".join((self._before, *parts, self._after))
         return b"".join(parts)
 
-    def looks_new(self, text: str) -> bool:
-        """Whether a text had better be encoded at once: it is long, and little of it was seen before."""
+    def _stretches_of(self, partial: PartialEncoding) -> Iterator[tuple[int, bytes]]:
+        """The stretches behind the known opening, but for the last one: where each ends, and its ids."""
+        before = len(partial.opening.parts)
+        for end, count in partial.ends:
+            yield end, b"".join(partial.parts[before:count])
+            before = count
+
+    def looks_new(self, text: str, known_chars: int = 0) -> bool:
+        """Whether a text had better be encoded at once: it is long, and little of it was seen before; of its beginning
+        `known_chars` are known.
+        """
+        if known_chars >= len(text) * SEEN_SHARE_MIN:
+            return False
         if self._lengths is None or self.depth is not Depth.PIECES or len(text) < NEW_CHARS_MIN:
             return False
         chars = seen_chars = 0
@@ -198,7 +241,7 @@ class PieceEncoder:
         rest, whole = self._backends
         opening_chars = 0 if self._prefix is Prefix.NONE else self._cutter.opening_chars(text)
         opening_ids = whole.encode(text[:opening_chars]) if opening_chars else b""
-        return NewText(self.cache, text, opening_chars, opening_ids, rest.encode(text[opening_chars:]))
+        return NewText(self.cache, self.openings, text, opening_chars, opening_ids, rest.encode(text[opening_chars:]))
 
     def take_apart(self, new: NewText) -> list[tuple[str, bytes]] | None:
         """The text's stretches with their ids, to be kept; `None` where they must be encoded to be known: for any
@@ -217,6 +260,8 @@ class PieceEncoder:
         """Keep what `take_apart` found."""
         for number, (stretch, ids) in enumerate(stretches):
             new.cache.put(stretch, self.is_first(number), ids)
+        ends = accumulate(len(stretch) for stretch, _ in stretches[:-1])
+        new.openings.nothing().go_on(new.text, zip(ends, (ids for _, ids in stretches), strict=False))
 
     def with_special(self, ids: bytes) -> bytes:
         """A text's ids with the tokenizer's special tokens around them."""

@@ -118,7 +118,7 @@ class CachedPieces:
     @property
     def cache_bytes(self) -> int:
         """See `PromptTokenizer`."""
-        return self._encoder.cache.bytes_used
+        return self._encoder.cache_bytes
 
     async def encode(self, text: str, adds_special: bool) -> bytes:
         """See `PromptTokenizer`."""
@@ -126,11 +126,16 @@ class CachedPieces:
         depth = encoder.depth
         if depth is Depth.WHOLE:
             return await self._whole.encode(text, adds_special)
-        if encoder.looks_new(text):
+        opening = encoder.recall(text)
+        if encoder.looks_new(text, opening.place):
             ids = await self._encode_new(text, adds_special)
         else:
-            is_long = len(text) > LOOKED_UP_INLINE_CHARS_MAX and not self._rest.is_quick
-            partial = await self._shared.pool.run(encoder.look_up, text) if is_long else encoder.look_up(text)
+            is_long = len(text) - opening.place > LOOKED_UP_INLINE_CHARS_MAX and not self._rest.is_quick
+            partial = (
+                await self._shared.pool.run(encoder.look_up, text, opening)
+                if is_long
+                else encoder.look_up(text, opening)
+            )
             missing = sum(partial.missing_chars)
             self._shared.on_encoded(len(text) - missing, missing)
             if encoder.is_quick(partial):

@@ -6,7 +6,18 @@ from bench.faults.__main__ import play
 from bench.faults.cases import CASES, Case
 from bench.gateway.site import WARMROUTE
 
-SLICE = ("one dies", "one dies midstream", "one cuts its streams", "clients' mistakes")
+SLICE = (
+    "one dies",
+    "one dies midstream",
+    "one cuts its streams",
+    "one answers 500",
+    "one answers 429",
+    "one answers 408",
+    "clients' mistakes",
+    "all answer 503 and are well again",
+    "one hangs, its health doesn't",
+    "one comes back",
+)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SLICE], ids=lambda case: case.name)

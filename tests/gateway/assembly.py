@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -41,6 +41,7 @@ from gateway.encoding.model_files import ModelFiles
 from gateway.encoding.prompt_tokenizer import Shared, WholeTexts
 from gateway.encoding_report import EncodingReport
 from gateway.fleet import Fleet, FleetTable
+from gateway.hang_watch import HangWatch
 from gateway.health import HealthCheck
 from gateway.ids_probe import IdsProbe
 from gateway.ids_sender import IdsSender
@@ -156,12 +157,14 @@ async def gateway_for(
     kv_tokens: int | None = None,
     models: ModelsConfig | None = None,
     logs: LogsConfig | None = None,
+    pause: Callable[[float], Awaitable[None]] | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
     The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
     in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all
-    hosts', `kv_tokens` what each engine's KV cache holds.
+    hosts', `kv_tokens` what each engine's KV cache holds. `pause` is what it does between two attempts: a turn of the
+    loop, if it isn't given.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -231,9 +234,12 @@ async def gateway_for(
         recorder = TraceRecorder(trace_file, 2**20, clock)
         recording = asyncio.create_task(recorder.run())
         stack.push_async_callback(_ended, recording)
-        aliases = Aliases(config.models, fleet, homes)
+        aliases, sleep = Aliases(config.models, fleet, homes), pause or _take_a_turn
+        hangs = HangWatch(fleet, upstream, ledger.wait_s, clock)
+        looking = asyncio.create_task(hangs.run())
+        stack.push_async_callback(_ended, looking)
         completion = Completion(
-            fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, metrics, clock
+            fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock, sleep
         )
         stored = StoredResponses(homes, fleet, upstream, ledger)
         models_listed, access = ModelList(fleet, aliases), AccessLog(config.logs, clock)
@@ -249,6 +255,10 @@ async def gateway_for(
         yield TestGateway(
             url, fleet, ledger, metrics, directory, admin, lives, probe, publisher, loads, assumer, completion, aliases
         )
+
+
+async def _take_a_turn(pause_s: float) -> None:
+    await asyncio.sleep(0)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, trainers
 
+from bench.encoding import fuzz
 from gateway.encoding.nasty_texts import nasty_texts
 from gateway.encoding.pipeline import SPLITS, Family
 from nodeagent.engines.reference.gguf_file import GgufFile
@@ -127,3 +128,13 @@ PIPELINES: dict[str, Callable[[], Pipeline]] = {
     "mistral": lambda: sentencepiece(None, _metaspace("first")),
     "metaspace always": lambda: sentencepiece(None, _metaspace("always")),
 }
+
+
+def loaded(pipeline: Pipeline, backend: str | None = "tokenizers") -> fuzz.Tokenizer:
+    return fuzz.load("test", json.dumps(pipeline).encode(), backend)
+
+
+@functools.cache
+def family(name: str) -> fuzz.Tokenizer:
+    """One of `PIPELINES`, loaded once."""
+    return loaded(PIPELINES[name]())

@@ -51,7 +51,7 @@ def test_its_ids_are_the_references_and_its_pieces_are_known_once_it_is_taken_ap
     assert encoder.looks_new(text)
     new = encoder.encode_at_once(text)
     assert new.ids == smollm2.reference.encode(text)
-    assert encoder.cache.bytes_used == 0
+    assert encoder.cache_bytes == 0
     stretches = encoder.take_apart(new)
     assert stretches is not None
     assert len(stretches) > 10
@@ -182,7 +182,7 @@ async def test_what_a_request_brought_is_known_to_the_next_and_counted(smollm2: 
         assert counted() == [0, len(text)]
         assert await prompts.encode(text, True) == smollm2.reference.encode(text, True)
         assert counted() == [len(text), len(text)]
-        assert encoder.cache.bytes_used == prompts.cache_bytes
+        assert encoder.cache_bytes == prompts.cache_bytes
     finally:
         running.cancel()
         await asyncio.wait({running})

@@ -1,6 +1,5 @@
 """Ids from pieces are those of the whole text, for every family; a rule that cuts wrongly is found."""
 
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from gateway.encoding.pipeline import Family, Prefix, Unsupported, read_pipeline
 from tests.gateway.pipelines import (
     PIPELINES,
     Pipeline,
+    family,
     sentencepiece,
     smollm2,
     smollm2_content,
@@ -27,16 +27,6 @@ from tests.gateway.pipelines import (
 
 FAMILY_TEXTS = 300
 LINE, PARAGRAPH = re.compile("\n(?=[A-Za-z])"), re.compile("\n\n(?=[A-Za-z])")
-
-
-def loaded(pipeline: Pipeline, backend: str | None = "tokenizers") -> Tokenizer:
-    return load("test", json.dumps(pipeline).encode(), backend)
-
-
-@functools.cache
-def family(name: str) -> Tokenizer:
-    """One of `PIPELINES`, loaded once."""
-    return loaded(PIPELINES[name]())
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from gateway.encoding.encode_pool import TEXTS_MAX, EncodePool, PoolBusy
 from gateway.encoding.encoder import RENDERED_INLINE_BYTES_MAX, RENDERED_INLINE_MESSAGES_MAX, Encoder
 from gateway.encoding.examination import examine
 from gateway.encoding.examiner import examine_apart
+from gateway.encoding.known_openings import Opening
 from gateway.encoding.piece_encoder import Depth, PartialEncoding, PieceEncoder
 from gateway.encoding.prompt_tokenizer import (
     LOOKED_UP_INLINE_CHARS_MAX,
@@ -150,11 +151,11 @@ async def test_a_long_text_of_small_pieces_is_looked_up_in_a_thread(
     threads: list[str] = []
     look_up = encoder.look_up
 
-    def noted(text: str) -> PartialEncoding:
+    def noted(text: str, opening: Opening) -> PartialEncoding:
         threads.append(threading.current_thread().name)
-        return look_up(text)
+        return look_up(text, opening)
 
-    monkeypatch.setattr(PieceEncoder, "look_up", lambda _, text: noted(text))
+    monkeypatch.setattr(PieceEncoder, "look_up", lambda _, text, opening: noted(text, opening))
     for text in ("short", "x" * (LOOKED_UP_INLINE_CHARS_MAX + 1)):
         assert await tokenizer.encode(text, False) == pack_tokens(list(text.encode()))
     assert threads[0] == LOOP_THREAD

@@ -138,9 +138,10 @@ async def test_no_explanation_is_sent_unasked(client: httpx.AsyncClient) -> None
 @STREAMS
 @pytest.mark.parametrize(
     "fault",
-    [mock.drop_connection, mock.answer_status(502), mock.answer_status(503), mock.answer_status(504),
+    [mock.drop_connection, mock.answer_status(500), mock.answer_status(502), mock.answer_status(503),
+     mock.answer_status(504), mock.answer_status(408),
      mock.answer_status(429)],
-    ids=["dropped", "502", "503", "504", "429"],
+    ids=["dropped", "500", "502", "503", "504", "408", "429"],
 )  # fmt: skip
 async def test_a_failure_before_the_first_byte_is_retried_elsewhere(
     client: httpx.AsyncClient, endpoint: str, stream: bool, fault: Any
@@ -172,7 +173,7 @@ async def test_a_dropped_connection_takes_an_engine_out_until_a_check_passes(cli
             assert gateway.fleet.table.engines["a"].state == "ready"
 
 
-@pytest.mark.parametrize("status", [400, 404, 422, 500])
+@pytest.mark.parametrize("status", [400, 404, 422])
 async def test_an_engines_own_error_passes_unchanged_and_counts_against_nobody(
     client: httpx.AsyncClient, status: int
 ) -> None:
