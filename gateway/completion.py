@@ -31,8 +31,8 @@ from gateway.upstream import Answer, EngineFailed, WholeAnswer
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
-PASSING_TYPES = ("audio/", "video/", "application/octet-stream")
-"""Answers that are played while they come: like streams they aren't read to their end first."""
+PASSING_TYPES = ("text/event-stream", "audio/", "video/", "application/octet-stream")
+"""Streams, and answers that are played while they come: they aren't read to their end first."""
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 FAULT = 500
 """May be the request's own doing: it is sent elsewhere once."""
@@ -163,8 +163,7 @@ class Completion:
                 if not is_announced:
                     dispatch.first_byte(answer.status, retry_after_s(answer.status, answer.headers()))
                 is_refusal = answer.status in again
-                is_read = is_refusal or not (is_stream or answer.content_type.startswith(PASSING_TYPES))
-                body = await self._read_whole(answer) if is_read else None
+                body = await self._read_whole(answer) if is_refusal or _is_read_first(answer) else None
             headers = answer.headers()
             if is_refusal:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
@@ -313,6 +312,10 @@ def explanation(decision: RoutingDecision, encoded: str) -> list[tuple[bytes, by
         "expected-ttft-ms": f"{score.expected_ttft_s * 1000:.0f}",
     }
     return [(f"x-warmroute-{name}".encode(), value.encode()) for name, value in rows.items()]
+
+
+def _is_read_first(answer: Answer) -> bool:
+    return not answer.content_type.startswith(PASSING_TYPES)
 
 
 def _do_nothing() -> None:
