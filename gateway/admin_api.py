@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from directory.costs import Rates, break_even_tokens
@@ -29,6 +30,21 @@ from gateway.shared_load import EngineLoads
 
 FIELD_ENDPOINTS = {"prompt": COMPLETIONS, "input": RESPONSES, "query": RERANK[0], "text_1": SCORE, "queries": SCORE}
 """To which endpoint a request with this field goes, the first that is there, unless it has messages."""
+
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    400: {"description": "No request that can be served; the error is in OpenAI's shape.", "model": dict[str, Any]},
+    404: {"description": "A model that isn't served here.", "model": dict[str, Any]},
+    413: {"description": "A body over the limit.", "model": dict[str, Any]},
+    503: {"description": "No engine of the model is ready.", "model": dict[str, Any]},
+}
+_ASKED = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}}}
+        }
+    },
+}
 
 
 def create_admin_api(
@@ -54,7 +70,7 @@ def create_admin_api(
         """Alive."""
         return {"status": "ok"}
 
-    @api.get("/readyz")
+    @api.get("/readyz", responses={503: {"model": dict[str, str], "description": "It isn't, or is going."}})
     async def readyz(response: Response) -> dict[str, str]:
         """May get traffic: an engine is ready and the gateway isn't draining."""
         if is_ready(fleet, is_draining()):
@@ -62,7 +78,7 @@ def create_admin_api(
         response.status_code = 503
         return {"status": "draining" if is_draining() else "no engine is ready"}
 
-    @api.get("/metrics")
+    @api.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -81,7 +97,7 @@ def create_admin_api(
 
 
 def _add_explanation(api: FastAPI, completion: Completion, fleet: Fleet, body_bytes_max: int) -> None:
-    @api.post("/route/explain")
+    @api.post("/route/explain", responses=_REFUSED, openapi_extra={"requestBody": _ASKED})
     async def explain_route(request: Request, endpoint: str = "") -> Response:
         """What would become of a request: every candidate with each term; nothing is sent.
 
