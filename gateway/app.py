@@ -16,6 +16,7 @@ from prometheus_client import disable_created_metrics
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.admin_api import create_admin_api
+from gateway.admission import Admission
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -97,6 +98,7 @@ class _Served:
     """What answers clients and operators, and the loops behind that."""
 
     data: OpenAiApi
+    admission: Admission
     admin: FastAPI
     loops: tuple[Loop, ...]
 
@@ -151,8 +153,12 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
         known.sent.configure(_kv_tokens(config))
         known.fleet.configure(config.engines, config.hardware.tables())
 
+    def limits(config: GatewayConfig) -> None:
+        served.data.configure(config.limits)
+        served.admission.configure(config.limits)
+
     return {
-        "limits": lambda config: served.data.configure(config.limits),
+        "limits": limits,
         "timeouts": lambda config: upstream.configure(config.timeouts),
         "engines": engines,
         "hardware": engines,
@@ -230,7 +236,11 @@ def _served(
     policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock, listeners.worker)
     dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
     hangs = _hang_watch(known, upstream, clock)
-    completion = Completion(fleet, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock)
+    admission = Admission(config.limits, known.ledger.running, metrics)
+    metrics.requests_waiting.set_function(lambda: admission.waiting)
+    completion = Completion(
+        fleet, admission, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock
+    )
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
     data = OpenAiApi(completion, stored, fleet, metrics, config, clock, is_draining)
     admin = create_admin_api(
@@ -248,7 +258,7 @@ def _served(
         config.limits.body_bytes_max,
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
-    return _Served(data, admin, (prefetcher, parity, recorder, hangs, *notes))
+    return _Served(data, admission, admin, (prefetcher, parity, recorder, hangs, *notes))
 
 
 def _encoders(

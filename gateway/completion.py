@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from gateway.admission import Admission
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.dispatcher import Dispatch, Dispatcher
 from gateway.error_shapes import broken_stream_event
@@ -43,6 +44,7 @@ class Completion:
     def __init__(
         self,
         fleet: Fleet,
+        admission: Admission,
         preparation: Preparation,
         dispatcher: Dispatcher,
         sender: IdsSender,
@@ -55,12 +57,17 @@ class Completion:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._hangs, self._sleep = hangs, sleep
+        self.admission = admission
         self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
         self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
         self._metrics, self._clock, self._budget = metrics, clock, RetryBudget()
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
+        async with self.admission.admitted() as deadline:
+            await self._serve(incoming, sink, deadline)
+
+    async def _serve(self, incoming: Incoming, sink: Sink, deadline: float) -> None:
         request = incoming.request
         views = self._serving(request.model)
         prepared = await self._preparation.prepare(incoming, views)
@@ -74,7 +81,7 @@ class Completion:
                 break
             if failure is not None and failure.answer is not None:
                 await self._sleep(random.uniform(0, RETRY_PAUSE_S * 2 ** len(tried)))
-            decision = self._dispatcher.decide(prepared, left)
+            decision = self._dispatcher.decide(prepared, await self.admission.with_room(left, deadline))
             view = next(each for each in left if each.engine == decision.ranked[0].engine)
             if tried:
                 self._metrics.retries.inc()
@@ -185,6 +192,7 @@ class Completion:
                 answer.close()
             watched.release()
             dispatch.release()
+            self.admission.note_freed()
         return None
 
     @asynccontextmanager

@@ -76,6 +76,15 @@ class GatewayMetrics:
         self.retries = Counter(
             "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
         )
+        self.admission_refused = Counter(
+            "warmroute_admission_refused_total",
+            "Requests refused with 429, as all places were taken, by why they couldn't wait.",
+            ["reason"],
+            registry=registry,
+        )
+        self.requests_waiting = Gauge(
+            "warmroute_requests_waiting", "Requests that wait for a place, here or on an engine.", registry=registry
+        )
         self._count_encoding(registry)
         self._count_directory(registry)
         self._count_parity(registry)
