@@ -73,9 +73,6 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
-        self.retries = Counter(
-            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
-        )
         self._count_admission(registry)
         self._count_encoding(registry)
         self._count_directory(registry)
@@ -107,6 +104,9 @@ class GatewayMetrics:
         ProcessCollector(registry=registry)
 
     def _count_admission(self, registry: CollectorRegistry) -> None:
+        self.retries = Counter(
+            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
+        )
         self.admission_refused = Counter(
             "warmroute_admission_refused_total",
             "Requests refused with 429, as all places were taken, by why they couldn't wait.",
