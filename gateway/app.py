@@ -17,6 +17,7 @@ from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.access_log import AccessLog
 from gateway.admin_api import create_admin_api
+from gateway.admission import Admission
 from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.completion import Completion
@@ -103,6 +104,7 @@ class _Served:
     data: OpenAiApi
     aliases: Aliases
     access: AccessLog
+    admission: Admission
     admin: FastAPI
     loops: tuple[Loop, ...]
 
@@ -165,8 +167,12 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
         known.sent.configure(_kv_tokens(config))
         known.fleet.configure(config.engines, config.hardware.tables())
 
+    def limits(config: GatewayConfig) -> None:
+        served.data.configure(config)
+        served.admission.configure(config.limits)
+
     return {
-        "limits": served.data.configure,
+        "limits": limits,
         "models": models,
         "logs": logs,
         "timeouts": lambda config: upstream.configure(config.timeouts),
@@ -246,8 +252,10 @@ def _served(
     policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock, listeners.worker)
     dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
     aliases, hangs = Aliases(config.models, fleet, homes), _hang_watch(known, upstream, clock)
+    admission = Admission(config.limits, known.ledger.running, metrics)
+    metrics.requests_waiting.set_function(lambda: admission.waiting)
     completion = Completion(
-        fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock
+        fleet, aliases, admission, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock
     )
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
     access = AccessLog(config.logs, clock)
@@ -267,7 +275,7 @@ def _served(
         config.limits.body_bytes_max,
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
-    return _Served(data, aliases, access, admin, (prefetcher, parity, recorder, hangs, *notes))
+    return _Served(data, aliases, access, admission, admin, (prefetcher, parity, recorder, hangs, *notes))
 
 
 def _encoders(

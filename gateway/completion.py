@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from gateway.admission import Admission
 from gateway.aliases import Aliases
 from gateway.audit import StreamTail, Usage, is_json, read_usage
 from gateway.dispatcher import Dispatch, Dispatcher
@@ -47,6 +48,7 @@ class Completion:
         self,
         fleet: Fleet,
         aliases: Aliases,
+        admission: Admission,
         preparation: Preparation,
         dispatcher: Dispatcher,
         sender: IdsSender,
@@ -59,13 +61,17 @@ class Completion:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._hangs, self._sleep = hangs, sleep
-        self._fleet, self._aliases, self._preparation, self._dispatcher = fleet, aliases, preparation, dispatcher
+        self.admission, self._aliases = admission, aliases
+        self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
         self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
         self._metrics, self._clock, self._budget = metrics, clock, RetryBudget()
 
     async def serve(self, incoming: Incoming, sink: Sink) -> None:
         """Answer a request. Raises `GatewayError` while nothing was sent to the client."""
-        incoming = self._aliases.resolved(incoming)
+        async with self.admission.admitted() as deadline:
+            await self._serve(self._aliases.resolved(incoming), sink, deadline)
+
+    async def _serve(self, incoming: Incoming, sink: Sink, deadline: float) -> None:
         request, note = incoming.request, incoming.note
         note.model = request.model
         views = self._serving(request.model)
@@ -80,7 +86,7 @@ class Completion:
                 break
             if failure is not None and failure.answer is not None:
                 await self._sleep(random.uniform(0, RETRY_PAUSE_S * 2 ** len(tried)))
-            decision = self._dispatcher.decide(prepared, left)
+            decision = self._dispatcher.decide(prepared, await self.admission.with_room(left, deadline))
             view = next(each for each in left if each.engine == decision.ranked[0].engine)
             if tried:
                 self._metrics.retries.inc()
@@ -179,9 +185,8 @@ class Completion:
                 usage, events = tail.usage(), tail.events
             else:
                 usage, events = await self._relay_whole(answer, body, headers, sink, dispatch), 0
-            incoming.note.usage = usage
             if answer.status == 200:
-                self._audit(request.model, prepared, score, usage)
+                self._audit(incoming, prepared, score, usage)
                 dispatch.note_usage(usage)
                 self._recorder.note(incoming.arrived_at, prepared, view, usage, events)
                 watched.note(usage, body, answer.has_ids)
@@ -194,6 +199,7 @@ class Completion:
                 answer.close()
             watched.release()
             dispatch.release()
+            self.admission.note_freed()
         return None
 
     @asynccontextmanager
@@ -289,7 +295,8 @@ class Completion:
         cache = "miss" if not score.matched_tokens else "hit" if score.matched_tokens * 2 >= usable else "partial"
         self._metrics.ttft.labels(incoming.request.model, cache).observe(self._clock() - incoming.arrived_at)
 
-    def _audit(self, model: str, prepared: Prepared, score: Score, usage: Usage | None) -> None:
+    def _audit(self, incoming: Incoming, prepared: Prepared, score: Score, usage: Usage | None) -> None:
+        model, incoming.note.usage = incoming.request.model, usage
         if prepared.encoding.tokens is not None and prepared.encoding.is_whole:
             self._metrics.prompt_tokens.labels(model).inc(prepared.encoding.prompt_tokens)
         for tier, tokens in score.tier_tokens.items():

@@ -79,6 +79,12 @@ class LimitsConfig(Section):
 
     body_bytes_max: int = Field(64 * 2**20, ge=1024, description="Largest request body, in bytes.")
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request body must have arrived.")
+    requests_max: int = Field(2048, ge=1, description="Requests that one process serves at once; more wait.")
+    engine_requests_max: int | None = Field(
+        None, ge=1, description="Requests that one process has on one engine at once; as many as come if left out."
+    )
+    queue_max: int = Field(1024, ge=0, description="Requests that may wait for a place; more are refused with 429.")
+    queue_s: float = Field(30.0, gt=0, description="Seconds that a request may wait for a place; then 429.")
     drain_s: float = Field(30.0, ge=0, le=86_400, description="Seconds that running requests have after SIGTERM.")
 
 

@@ -9,6 +9,7 @@
     ├─ RequestTimeout      408   head or body didn't arrive in time
     ├─ BodyTooLarge        413
     ├─ UnsupportedEncoding 415   the body is compressed
+    ├─ TooManyRequests     429   all places are taken, and the queue is full or was too slow
     ├─ HeadersTooLarge     431
     ├─ NoEngineAvailable   503   nobody serves the model now
     ├─ GatewayDraining     503   the gateway is ending
@@ -103,6 +104,15 @@ class UnsupportedEncoding(GatewayError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_encoding"
+
+
+class TooManyRequests(GatewayError):
+    """The gateway has no place for the request now."""
+
+    status = 429
+    retry_after_s = 1
+    type = "rate_limit_error"
+    code = "too_many_requests"
 
 
 class HeadersTooLarge(GatewayError):

@@ -73,9 +73,7 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
-        self.retries = Counter(
-            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
-        )
+        self._count_admission(registry)
         self._count_encoding(registry)
         self._count_directory(registry)
         self._count_parity(registry)
@@ -104,6 +102,20 @@ class GatewayMetrics:
         )
         tasks.set_function(_tasks)
         ProcessCollector(registry=registry)
+
+    def _count_admission(self, registry: CollectorRegistry) -> None:
+        self.retries = Counter(
+            "warmroute_retries_total", "Requests sent to another engine before the first byte.", registry=registry
+        )
+        self.admission_refused = Counter(
+            "warmroute_admission_refused_total",
+            "Requests refused with 429, as all places were taken, by why they couldn't wait.",
+            ["reason"],
+            registry=registry,
+        )
+        self.requests_waiting = Gauge(
+            "warmroute_requests_waiting", "Requests that wait for a place, here or on an engine.", registry=registry
+        )
 
     def _count_encoding(self, registry: CollectorRegistry) -> None:
         self.tokenizer_hits = Counter(

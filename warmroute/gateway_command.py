@@ -22,9 +22,6 @@ from gateway.sibling_notes import Siblings
 from warmroute.configuration import ConfigurationError, effective, load, set_up_logging
 from warmroute.gateway_workers.workers import WorkerRefused, run_workers
 
-REQUESTS_AT_ONCE = 2_000
-"""For fewer than this many open requests a gateway says at its start that descriptors are scarce."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +55,7 @@ def run_command(options: argparse.Namespace) -> int:
             return 0
         set_up_logging(config.log_level)
         use_lines(config.logs.format)
-        _provide_descriptors()
+        _provide_descriptors(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.workers > 1 and options.worker is None:
                 return runner.run(run_workers(config, _as_arguments(options), lambda: _reread(options)))
@@ -77,8 +74,9 @@ def _reread(options: argparse.Namespace) -> GatewayConfig:
         raise Rejected(str(error)) from None
 
 
-def _provide_descriptors() -> None:
-    scarce = shortfall(raise_limit(), REQUESTS_AT_ONCE)
+def _provide_descriptors(config: GatewayConfig) -> None:
+    waiting = (config.limits.queue_max + 1) // 2  # which have no engine's connection yet
+    scarce = shortfall(raise_limit(), config.limits.requests_max + waiting)
     if scarce is not None:
         logger.warning("%s", scarce)
 

@@ -20,6 +20,7 @@ from directory.placements import partition_of
 from directory.tiers import Tier
 from gateway.access_log import AccessLog
 from gateway.admin_api import create_admin_api
+from gateway.admission import Admission
 from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.client_connection import ClientConnection
@@ -158,13 +159,14 @@ async def gateway_for(
     models: ModelsConfig | None = None,
     logs: LogsConfig | None = None,
     pause: Callable[[float], Awaitable[None]] | None = None,
+    limits: LimitsConfig | None = None,
 ) -> AsyncIterator[TestGateway]:
     """A gateway that serves `engines`, each on a host of its own, all of the kind that `renderer` names.
 
     The directory is one in memory, or else `reader` is the gateway's side of it and `writer` the agents'. The engines
     in `static` have no agent; `static_files` are then what is configured as their tokenizer. `agent_url` is all
     hosts', `kv_tokens` what each engine's KV cache holds. `pause` is what it does between two attempts: a turn of the
-    loop, if it isn't given.
+    loop, if it isn't given. `limits` are how many requests are admitted.
     """
     memory = MemoryDirectory(clock)
     directory = writer or memory
@@ -176,7 +178,8 @@ async def gateway_for(
         await directory.register(lives[host], host_registration(host, agent_url), HOST_LOAD, TERM_S)
         registration = engine_registration(engine.name, engine.url, host, renderer=renderer, kv_tokens=kv_tokens)
         await directory.register(lives[engine.name], registration, ENGINE_LOAD, TERM_S)
-    limits = LimitsConfig(body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
+    given = (limits or LimitsConfig()).model_dump()
+    limits = LimitsConfig(**{**given, "body_bytes_max": body_bytes_max, "body_timeout_s": body_timeout_s})
     config = GatewayConfig(
         limits=limits,
         engines=tuple(static),
@@ -238,8 +241,21 @@ async def gateway_for(
         hangs = HangWatch(fleet, upstream, ledger.wait_s, clock)
         looking = asyncio.create_task(hangs.run())
         stack.push_async_callback(_ended, looking)
+        admission = Admission(limits, ledger.running, metrics)
         completion = Completion(
-            fleet, aliases, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock, sleep
+            fleet,
+            aliases,
+            admission,
+            preparation,
+            dispatcher,
+            sender,
+            parity,
+            homes,
+            recorder,
+            hangs,
+            metrics,
+            clock,
+            sleep,
         )
         stored = StoredResponses(homes, fleet, upstream, ledger)
         models_listed, access = ModelList(fleet, aliases), AccessLog(config.logs, clock)

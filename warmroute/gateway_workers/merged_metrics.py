@@ -13,7 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 SUMS = frozenset({"counter", "histogram", "summary"})
-ADDED_GAUGES = frozenset({"warmroute_inflight_requests", "warmroute_booked_seconds", "warmroute_tokenizer_cache_bytes"})
+ADDED_GAUGES = frozenset(
+    {
+        "warmroute_inflight_requests",
+        "warmroute_booked_seconds",
+        "warmroute_tokenizer_cache_bytes",
+        "warmroute_requests_waiting",
+    }
+)
 """Gauges of which each process has a part. Of others, which all see alike, the largest stands for all."""
 OTHERS = {
     "warmroute_others_inflight_requests": "warmroute_inflight_requests",
