@@ -47,7 +47,7 @@ class AccessLog:
         fields = {
             "endpoint": endpoint,
             "model": asked[:QUOTED_CHARS_MAX],
-            "served_model": note.model if note.model != asked else None,
+            "served_model": note.model if note.model not in ("", asked) else None,
             "engine": note.engine or None,
             "attempts": note.attempts,
             "status": status,

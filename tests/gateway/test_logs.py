@@ -76,6 +76,7 @@ async def test_each_request_has_a_line_with_its_id_its_engine_and_what_it_took(
     assert "served_model" not in whole
     assert stream["request_id"] == streamed.headers["x-request-id"] == engine.received[1][1]["x-request-id"]
     assert (unknown["status"], unknown["model"], unknown["attempts"]) == (404, "x" * 100, 0)
+    assert "served_model" not in wrong
     assert (wrong["status"], wrong["model"]) == (400, "")
     assert (stored["endpoint"], stored["status"]) == (RESPONSES + "/{id}", 404)
     for row in rows(lines):
