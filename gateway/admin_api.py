@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from directory.costs import Rates, break_even_tokens
 from directory.members import GatewayRegistration, HostRegistration, Member, encode_registration
 from gateway.completion import Completion
+from gateway.discovery.discovery import Discovery
 from gateway.encoding_report import EncodingReport
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest
 from gateway.fleet import EngineView, Fleet
@@ -57,6 +58,7 @@ def create_admin_api(
     publisher: LoadPublisher,
     watch: PrefillWatch,
     parity: Parity,
+    discovery: Discovery,
     metrics: GatewayMetrics,
     is_draining: Any,
     body_bytes_max: int,
@@ -89,6 +91,7 @@ def create_admin_api(
         return _fleet_rows(fleet, lookup, loads, watch, encoding, probe) | {
             "parity": parity.rows(),
             "reports": publisher.state,
+            "discovery": discovery.rows(),
             "other_gateways": [_gateway_row(member) for member in loads.gateways],
         }
 

@@ -6,13 +6,14 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
 from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 
+from directory.hardware import Hardware
 from directory.members import GatewayRegistration
 from directory.redis_directory import RedisDirectory
 from gateway.access_log import AccessLog
@@ -21,7 +22,9 @@ from gateway.admission import Admission
 from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
 from gateway.completion import Completion
-from gateway.config import GatewayConfig
+from gateway.config import EngineConfig, GatewayConfig
+from gateway.discovery.discovery import Discovery
+from gateway.discovery.engine_sources import EngineSources
 from gateway.dispatcher import Dispatcher
 from gateway.drain import DrainingDoor
 from gateway.encoding.encoder import Encoders
@@ -105,6 +108,7 @@ class _Served:
     aliases: Aliases
     access: AccessLog
     admission: Admission
+    sources: EngineSources
     admin: FastAPI
     loops: tuple[Loop, ...]
 
@@ -163,9 +167,7 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
         served.access.configure(config.logs)
 
     def engines(config: GatewayConfig) -> None:
-        known.local_models.configure(config.engines)
-        known.sent.configure(_kv_tokens(config))
-        known.fleet.configure(config.engines, config.hardware.tables())
+        served.sources.configure(config.engines, config.hardware.tables())
 
     def limits(config: GatewayConfig) -> None:
         served.data.configure(config)
@@ -226,6 +228,16 @@ def _known(
     )
 
 
+def _discovery(config: GatewayConfig, known: _Known) -> tuple[EngineSources, Discovery]:
+    def take(engines: tuple[EngineConfig, ...], hardware: Hardware) -> None:
+        known.local_models.configure(engines)
+        known.sent.configure(_kv_tokens(engines))
+        known.fleet.configure(engines, hardware)
+
+    sources = EngineSources(config.engines, config.hardware.tables(), take)
+    return sources, Discovery(config.kubernetes, sources, known.metrics.discovery_failures.inc)
+
+
 def _hang_watch(known: _Known, upstream: Upstream, clock: Callable[[], float]) -> HangWatch:
     def wait_s(engine: str) -> float:
         return known.loads.of(engine).wait_s
@@ -257,6 +269,7 @@ def _served(
     completion = Completion(
         fleet, aliases, admission, preparation, dispatcher, sender, parity, homes, recorder, hangs, metrics, clock
     )
+    sources, discovery = _discovery(config, known)
     stored = StoredResponses(homes, fleet, upstream, known.ledger)
     access = AccessLog(config.logs, clock)
     data = OpenAiApi(completion, stored, fleet, ModelList(fleet, aliases), metrics, access, config, clock, is_draining)
@@ -270,12 +283,14 @@ def _served(
         known.publisher,
         known.watch,
         parity,
+        discovery,
         metrics,
         is_draining,
         config.limits.body_bytes_max,
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
-    return _Served(data, aliases, access, admission, admin, (prefetcher, parity, recorder, hangs, *notes))
+    loops = (prefetcher, parity, recorder, hangs, discovery, *notes)
+    return _Served(data, aliases, access, admission, sources, admin, loops)
 
 
 def _encoders(
@@ -344,11 +359,11 @@ def _recorder(config: GatewayConfig, clock: Callable[[], float], worker: int | N
 
 def _sent_prompts(config: GatewayConfig, clock: Callable[[], float]) -> SentPrompts:
     assumed = AssumedPlacements(config.routing.assumed_s)
-    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, _kv_tokens(config))
+    return SentPrompts(Overlay(), assumed, clock, config.routing.on_its_way_s, _kv_tokens(config.engines))
 
 
-def _kv_tokens(config: GatewayConfig) -> dict[str, int]:
-    return {each.engine: each.kv_tokens for each in config.engines if each.kv_tokens is not None}
+def _kv_tokens(engines: Sequence[EngineConfig]) -> dict[str, int]:
+    return {each.engine: each.kv_tokens for each in engines if each.kv_tokens is not None}
 
 
 def _wanted(table: FleetTable) -> list[tuple[ModelFiles, str]]:

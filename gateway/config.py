@@ -185,14 +185,9 @@ KV_TOKENS_DEFAULT = 131_072
 """Assumed of an engine without an agent: 16 GiB for a model of 8 billion parameters."""
 
 
-class EngineConfig(Section):
-    """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity.
+class EngineTraits(Section):
+    """What engines without an agent may have in common."""
 
-    With its tokenizer it is routed by what its prompts begin with.
-    """
-
-    url: str = Field(description="Base URL without /v1, such as http://10.0.0.5:8000.")
-    name: str | None = Field(None, description="Its name in metrics and headers; its host and port if left out.")
     models: tuple[str, ...] = Field((), description="Model ids it serves; asked for at /v1/models if left out.")
     shape: str | None = Field(
         None,
@@ -224,6 +219,24 @@ class EngineConfig(Section):
         f"{KV_TOKENS_DEFAULT} are assumed for the former, and nothing for the latter; used with `tokenizer`.",
     )
 
+    @field_validator("api_key")
+    @classmethod
+    def _is_a_token(cls, api_key: SecretStr | None) -> SecretStr | None:
+        said = "" if api_key is None else api_key.get_secret_value()
+        if not said.isascii() or not said.isprintable():
+            raise ValueError("must be printable ASCII characters, without line ends")
+        return api_key
+
+
+class EngineConfig(EngineTraits):
+    """An OpenAI-compatible engine without an agent: health-checked, routed by load and session affinity.
+
+    With its tokenizer it is routed by what its prompts begin with.
+    """
+
+    url: str = Field(description="Base URL without /v1, such as http://10.0.0.5:8000.")
+    name: str | None = Field(None, description="Its name in metrics and headers; its host and port if left out.")
+
     @field_validator("url")
     @classmethod
     def _is_base_url(cls, url: str) -> str:
@@ -250,14 +263,6 @@ class EngineConfig(Section):
         if name is not None and (not name.isprintable() or not 0 < len(name) <= NAME_CHARS_MAX):
             raise ValueError(f"must be 1 to {NAME_CHARS_MAX} printable characters")
         return name
-
-    @field_validator("api_key")
-    @classmethod
-    def _is_a_token(cls, api_key: SecretStr | None) -> SecretStr | None:
-        said = "" if api_key is None else api_key.get_secret_value()
-        if not said.isascii() or not said.isprintable():
-            raise ValueError("must be printable ASCII characters, without line ends")
-        return api_key
 
     def in_force(self) -> dict[str, Any]:
         """See `Section`."""
@@ -347,6 +352,42 @@ class HardwareConfig(Section):
         )
 
 
+class KubernetesConfig(EngineTraits):
+    """Engines behind a Kubernetes service, found by its EndpointSlices; a pod's name is its engine's.
+
+    The gateway's service account must get, list and watch `endpointslices` of `discovery.k8s.io` in that namespace.
+    """
+
+    service: str | None = Field(None, min_length=1, description="The service's name; or `selector`.")
+    selector: str | None = Field(
+        None, min_length=1, description="A label selector for EndpointSlices, such as app.kubernetes.io/name=vllm."
+    )
+    namespace: str | None = Field(None, min_length=1, description="Its namespace; the gateway's own if left out.")
+    port: int | str | None = Field(None, description="The port's name or number in the slices; the first if left out.")
+    scheme: Literal["http", "https"] = Field("http", description="How engines are spoken to: http or https.")
+    api_url: str | None = Field(
+        None, description="The API server; the one of the cluster that the gateway runs in if left out."
+    )
+    api_token_file: Path | None = Field(None, description="The file with the token for `api_url`, read for each use.")
+    api_ca_file: Path | None = Field(None, description="The file with the authority that `api_url` is known by.")
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if (self.service is None) == (self.selector is None):
+            raise ValueError("give either service or selector")
+        return self
+
+    @property
+    def label_selector(self) -> str:
+        """What its slices are found by."""
+        return self.selector or f"kubernetes.io/service-name={self.service}"
+
+    def engine_at(self, name: str, place: str) -> EngineConfig:
+        """One of its engines: a pod's name, and its host and port."""
+        traits = {each: getattr(self, each) for each in EngineTraits.model_fields}
+        return EngineConfig(url=f"{self.scheme}://{place}", name=name, **traits)
+
+
 class GatewayConfig(Section):
     """One gateway."""
 
@@ -365,6 +406,7 @@ class GatewayConfig(Section):
     models: ModelsConfig = ModelsConfig()
     trace: TraceConfig = TraceConfig()
     engines: tuple[EngineConfig, ...] = Field((), description="Engines without an agent.")
+    kubernetes: tuple[KubernetesConfig, ...] = Field((), description="Kubernetes services of engines without an agent.")
     hardware: HardwareConfig = HardwareConfig()
     files_folder: Path = Field(
         default_factory=cache_folder, description="Folder for tokenizer files fetched from agents."

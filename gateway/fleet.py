@@ -28,6 +28,7 @@ from gateway.encoding.model_files import ModelFiles, registered_files
 from gateway.health import HealthCheck, Target
 from gateway.names import Names
 from gateway.places import assumed_of, hosts_among, lives_by_place, member_name, member_place
+from gateway.twins import without_twins
 
 logger = logging.getLogger(__name__)
 
@@ -391,13 +392,12 @@ class Fleet:
         for name, static in self._static.items():
             view = self._table.engines.get(name, static)
             reach = Reach(name, frozenset(lives.get((name, view.url), ())), frozenset())
-            is_new = view.registration is None and view.reach != reach
-            views[name] = replace(view, reach=reach) if is_new else view
+            views[name] = replace(view, reach=reach) if view.registration is None and view.reach != reach else view
         return views
 
     def _publish(self, engines: Mapping[str, EngineView], hosts: Mapping[str, Member]) -> None:
         self.hung &= engines.keys()
-        engines = {name: _as_it_hangs(view, name in self.hung) for name, view in engines.items()}
+        engines = {name: _as_it_hangs(view, name in self.hung) for name, view in without_twins(engines).items()}
         before, self._table = self._table, FleetTable(engines, dict(hosts))
         for engine in list(self._watchers):
             was = before.engines[engine].state if engine in before.engines else ""

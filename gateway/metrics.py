@@ -113,6 +113,11 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
+        self.discovery_failures = Counter(
+            "warmroute_discovery_failures_total",
+            "Times that a Kubernetes API server couldn't be listed or watched; the last list stands.",
+            registry=registry,
+        )
         self.requests_waiting = Gauge(
             "warmroute_requests_waiting", "Requests that wait for a place, here or on an engine.", registry=registry
         )

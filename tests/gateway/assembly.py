@@ -34,6 +34,8 @@ from gateway.config import (
     RoutingConfig,
     TimeoutsConfig,
 )
+from gateway.discovery.discovery import Discovery
+from gateway.discovery.engine_sources import EngineSources
 from gateway.dispatcher import Dispatcher
 from gateway.encoding.encoder import Encoder, Encoders, build_renderer
 from gateway.encoding.files import TokenizerFiles
@@ -264,8 +266,21 @@ async def gateway_for(
         await fleet.check_health()
         report = EncodingReport(encoders, LocalModels((), files, lambda wanted: False))
         limit = body_bytes_max
+        discovery = Discovery((), EngineSources(static, config.hardware.tables(), lambda engines, hardware: None))
         admin = create_admin_api(
-            completion, fleet, lookup, report, probe, loads, publisher, watch, parity, metrics, lambda: False, limit
+            completion,
+            fleet,
+            lookup,
+            report,
+            probe,
+            loads,
+            publisher,
+            watch,
+            parity,
+            discovery,
+            metrics,
+            lambda: False,
+            limit,
         )
         url = await stack.enter_async_context(serving(api))
         yield TestGateway(

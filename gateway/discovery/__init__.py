@@ -1,0 +1,1 @@
+"""Engines that somebody else keeps the list of: Kubernetes' EndpointSlices."""
