@@ -4,8 +4,8 @@ That a request waits for long proves nothing: prompts are long, queues are, and 
 nothing before its end. So an engine is suspected when a request has waited there for `SUSPECT_SHARE` times as long as
 was expected, and no request there had its first byte meanwhile. Then it is asked for one token. It hangs if that has no
 answer in `PROBE_S`, or in `WAIT_SHARE` times the work booked there, and still nobody had one: what waits there goes
-elsewhere (`Fleet.told_when_lost`), and nothing more is sent there until it answers such a question. Only asked where
-another engine could take over; an answer that has begun is never cut off.
+elsewhere (`Fleet.told_when_lost`), and nothing more is sent there until it answers such a question. Only where another
+engine could take over, and never by a gateway that is late itself; an answer that has begun is never cut off.
 """
 
 import asyncio
@@ -26,7 +26,9 @@ LOOK_S = 0.25
 """Between two looks at who waits."""
 SUSPECT_S, SUSPECT_SHARE = 1.5, 3.0
 """A wait is suspicious after so many seconds, and so many times the expected seconds to the first token."""
-PROBE_S, PROBE_S_MAX, WAIT_SHARE = 2.0, 30.0, 2.0
+PROBE_S, PROBE_S_MAX, WAIT_SHARE = 3.0, 30.0, 2.0
+LATE_S = 0.5
+"""A gateway whose looks come so much later than they should can't tell who is slow."""
 PAUSE_S, PAUSE_S_MAX = 4.0, 60.0
 """Between two questions to an engine that answers, though requests wait there: twice as long each time."""
 AGAIN_S, AGAIN_AT_ONCE_MAX = 1.0, 4
@@ -71,6 +73,7 @@ class HangWatch:
         self._waits: dict[str, dict[_Wait, None]] = {}
         self._signs: dict[str, float] = {}
         self._doubts: dict[str, _Doubt] = {}
+        self._was_late_at = float("-inf")
 
     @contextlib.contextmanager
     def waiting(self, view: EngineView, request: InferenceRequest, expected_s: float) -> Iterator[None]:
@@ -96,7 +99,10 @@ class HangWatch:
             while True:
                 for wait in self._suspects():
                     questions.create_task(self._question(wait))
+                looked_at = self._clock()
                 await self._sleep(LOOK_S)
+                if self._clock() > looked_at + LOOK_S + LATE_S:
+                    self._was_late_at = self._clock()
 
     def _suspects(self) -> list[_Wait]:
         """The first request to wait on each engine that is to be asked now."""
@@ -105,12 +111,14 @@ class HangWatch:
             wait, doubt = next(iter(waits)), self._doubts.get(engine)
             if now < wait.suspicious_at or now < self._signs.get(engine, now - SUSPECT_S) + SUSPECT_S:
                 continue
-            if doubt is not None and (doubt.is_asked or now < doubt.next_at):
-                continue
-            serving = self._fleet.table.serving(wait.model)
-            if len(serving) > 1 and any(view.engine == engine for view in serving):
+            is_in_turn = doubt is None or (not doubt.is_asked and now >= doubt.next_at)
+            if is_in_turn and self._could_be_left(wait):
                 found.append(wait)
         return found
+
+    def _could_be_left(self, wait: _Wait) -> bool:
+        serving = [view.engine for view in self._fleet.table.serving(wait.model)]
+        return len(serving) > 1 and wait.view.engine in serving
 
     async def _question(self, wait: _Wait) -> None:
         engine = wait.view.engine
@@ -121,7 +129,8 @@ class HangWatch:
             answers = await self._answers(wait, bound_s)
         finally:
             doubt.is_asked = False
-        if answers or self._signs.get(engine, asked_at) > asked_at or wait not in self._waits.get(engine, {}):
+        is_told = answers or self._signs.get(engine, asked_at) > asked_at or wait not in self._waits.get(engine, {})
+        if is_told or self._was_late_at >= asked_at or not self._could_be_left(wait):
             doubt.next_at, doubt.pause_s = self._clock() + doubt.pause_s, min(PAUSE_S_MAX, 2 * doubt.pause_s)
             return
         logger.warning("the engine %s hangs: nothing answers there, not even one token in %.1f s", engine, bound_s)

@@ -96,6 +96,31 @@ async def test_a_slow_engine_that_answers_a_question_is_left_alone() -> None:
         assert answer.json()["id"] == "sick"
 
 
+async def test_where_all_seem_to_hang_one_is_kept_and_both_serve_when_they_answer() -> None:
+    hanging = Hanging()
+    async with MockEngine("sick", hanging) as sick, MockEngine("slow", hanging) as slow:
+        async with gateway_for([sick, slow]) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30) as client:
+                asked = [asyncio.create_task(client.post(CHAT, json=body())) for _ in range(4)]
+                await eventually(lambda: gateway.fleet.hung)
+                await eventually(lambda: hanging.questions > 6)
+                assert len(gateway.fleet.hung) == 1
+                hanging.is_well.set()
+                assert [(await each).status_code for each in asked] == [200] * 4
+                await eventually(lambda: len(gateway.fleet.table.serving(MODEL)) == 2)
+
+
+async def test_a_gateway_that_is_late_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "LATE_S", -1.0)
+    hanging = Hanging()
+    async with fleet_of(hanging, "b") as (gateway, client, _):
+        asking = asyncio.create_task(client.post(CHAT, json=body()))
+        await eventually(lambda: hanging.questions > 2)
+        assert not gateway.fleet.hung
+        hanging.is_well.set()
+        assert (await asking).json()["id"] == "sick"
+
+
 async def test_the_only_engine_is_never_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, look = 0, HangWatch._suspects
 
