@@ -109,6 +109,7 @@ class _Served:
     access: AccessLog
     admission: Admission
     sources: EngineSources
+    hangs: HangWatch
     admin: FastAPI
     loops: tuple[Loop, ...]
 
@@ -169,6 +170,10 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
     def engines(config: GatewayConfig) -> None:
         served.sources.configure(config.engines, config.hardware.tables())
 
+    def timeouts(config: GatewayConfig) -> None:
+        upstream.configure(config.timeouts)
+        served.hangs.configure(config.timeouts.probe_s)
+
     def limits(config: GatewayConfig) -> None:
         served.data.configure(config)
         served.admission.configure(config.limits)
@@ -177,7 +182,7 @@ def _applied(known: _Known, served: _Served, upstream: Upstream) -> dict[str, Ap
         "limits": limits,
         "models": models,
         "logs": logs,
-        "timeouts": lambda config: upstream.configure(config.timeouts),
+        "timeouts": timeouts,
         "engines": engines,
         "hardware": engines,
         "log_level": lambda config: logging.getLogger().setLevel(config.log_level.upper()),
@@ -238,11 +243,12 @@ def _discovery(config: GatewayConfig, known: _Known) -> tuple[EngineSources, Dis
     return sources, Discovery(config.kubernetes, sources, known.metrics.discovery_failures.inc)
 
 
-def _hang_watch(known: _Known, upstream: Upstream, clock: Callable[[], float]) -> HangWatch:
+def _hang_watch(config: GatewayConfig, known: _Known, upstream: Upstream, clock: Callable[[], float]) -> HangWatch:
     def wait_s(engine: str) -> float:
         return known.loads.of(engine).wait_s
 
-    return HangWatch(known.fleet, upstream, wait_s, clock, on_hung=known.metrics.degraded.labels("engine_hangs").inc)
+    note_hung = known.metrics.degraded.labels("engine_hangs").inc
+    return HangWatch(known.fleet, upstream, wait_s, config.timeouts.probe_s, clock, on_hung=note_hung)
 
 
 def _served(
@@ -263,7 +269,7 @@ def _served(
     preparation = Preparation(fleet, prompts, lookup, parity, homes, metrics, clock, are_assumed=sent.assumed.is_on)
     policy, recorder = POLICIES[config.routing.policy](), _recorder(config, clock, listeners.worker)
     dispatcher = Dispatcher(policy, known.ledger, known.loads, sent, known.watch, prefetcher, metrics, clock)
-    aliases, hangs = Aliases(config.models, fleet, homes), _hang_watch(known, upstream, clock)
+    aliases, hangs = Aliases(config.models, fleet, homes), _hang_watch(config, known, upstream, clock)
     admission = Admission(config.limits, known.ledger.running, metrics)
     metrics.requests_waiting.set_function(lambda: admission.waiting)
     completion = Completion(
@@ -290,7 +296,7 @@ def _served(
     )
     notes = () if listeners.siblings is None else (SiblingNotes(homes, listeners.siblings),)
     loops = (prefetcher, parity, recorder, hangs, discovery, *notes)
-    return _Served(data, aliases, access, admission, sources, admin, loops)
+    return _Served(data, aliases, access, admission, sources, hangs, admin, loops)
 
 
 def _encoders(

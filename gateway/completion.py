@@ -60,7 +60,7 @@ class Completion:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._hangs, self._sleep = hangs, sleep
+        self.hangs, self._sleep = hangs, sleep
         self.admission, self._aliases = admission, aliases
         self._fleet, self._preparation, self._dispatcher = fleet, preparation, dispatcher
         self._sender, self._parity, self._homes, self._recorder = sender, parity, homes, recorder
@@ -162,7 +162,7 @@ class Completion:
             async with self._unless_lost(view.engine, bool(again)):
                 known = None if view.engine in prepared.approximate else own
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
-                with self._hangs.waiting(view, request, score.expected_ttft_s):
+                with self.hangs.waiting(view, request, score.expected_ttft_s):
                     answer = await watched.send(send)
                 is_stream = answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token

@@ -94,6 +94,12 @@ class TimeoutsConfig(Section):
     connect_s: float = Field(2.0, gt=0, description="Seconds to accept a connection.")
     first_byte_s: float = Field(600.0, gt=0, description="Seconds until the first byte of an answer.")
     idle_s: float = Field(120.0, gt=0, description="Seconds between two pieces of an answer.")
+    probe_s: float = Field(
+        3.0,
+        ge=0,
+        description="Seconds that an engine has for one token, where requests wait far longer than expected, before it "
+        "counts as hung; longer where it was slow lately or has much to do; 0 asks none.",
+    )
 
     @model_validator(mode="after")
     def _first_byte_after_connect(self) -> Self:

@@ -3,9 +3,10 @@
 That a request waits for long proves nothing: prompts are long, queues are, and an answer that isn't streamed shows
 nothing before its end. So an engine is suspected when a request has waited there for `SUSPECT_SHARE` times as long as
 was expected, and no request there had its first byte meanwhile. Then it is asked for one token. It hangs if that has no
-answer in `PROBE_S`, or in `WAIT_SHARE` times the work booked there, and still nobody had one: what waits there goes
-elsewhere (`Fleet.told_when_lost`), and nothing more is sent there until it answers such a question. Only where another
-engine could take over, and never by a gateway that is late itself; an answer that has begun is never cut off.
+answer in `timeouts.probe_s`, nor in twice the work booked there, nor in `SLOWEST_SHARE` times the longest wait for a
+first byte that it had lately, and still nobody had one: what waits there goes elsewhere (`Fleet.told_when_lost`), and
+nothing more is sent there until it answers such a question. Only where another engine could take over, and never by a
+gateway that is late itself; an answer that has begun is never cut off.
 """
 
 import asyncio
@@ -26,13 +27,17 @@ LOOK_S = 0.25
 """Between two looks at who waits."""
 SUSPECT_S, SUSPECT_SHARE = 1.5, 3.0
 """A wait is suspicious after so many seconds, and so many times the expected seconds to the first token."""
-PROBE_S, PROBE_S_MAX, WAIT_SHARE = 3.0, 30.0, 2.0
+PROBE_S_MAX, WAIT_SHARE, SLOWEST_SHARE = 120.0, 2.0, 3.0
+SLOWEST_LASTS_S = 600.0
+"""For so long the longest wait counts, unless a longer one follows."""
 LATE_S = 0.5
 """A gateway whose looks come so much later than they should can't tell who is slow."""
 PAUSE_S, PAUSE_S_MAX = 4.0, 60.0
 """Between two questions to an engine that answers, though requests wait there: twice as long each time."""
 AGAIN_S, AGAIN_AT_ONCE_MAX = 1.0, 4
 """An engine that hangs is asked so often whether it still does; that many questions may be without an answer."""
+ENGINES_MAX = 4096
+"""Engines whose longest wait is remembered."""
 GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
 """Endpoints of models that can be asked for a token."""
 
@@ -57,18 +62,20 @@ class _Doubt:
 
 
 class HangWatch:
-    """Of one gateway. `wait_s` is the work booked on an engine."""
+    """Of one gateway. `wait_s` is the work booked on an engine; without `probe_s` no engine is asked."""
 
     def __init__(
         self,
         fleet: Fleet,
         upstream: Upstream,
         wait_s: Callable[[str], float],
+        probe_s: float,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         on_hung: Callable[[], None] = lambda: None,
     ) -> None:
-        self._fleet, self._upstream, self._wait_s = fleet, upstream, wait_s
+        self._fleet, self._upstream, self._wait_s, self._probe_s = fleet, upstream, wait_s, probe_s
+        self._slowest: dict[str, tuple[float, float]] = {}
         self._clock, self._sleep, self._on_hung = clock, sleep, on_hung
         self._waits: dict[str, dict[_Wait, None]] = {}
         self._signs: dict[str, float] = {}
@@ -78,20 +85,38 @@ class HangWatch:
     @contextlib.contextmanager
     def waiting(self, view: EngineView, request: InferenceRequest, expected_s: float) -> Iterator[None]:
         """A request waits for its first byte inside this block, which was expected after so many seconds."""
-        if request.endpoint not in GENERATING:
+        if request.endpoint not in GENERATING or not self._probe_s:
             yield
             return
-        suspicious_at = self._clock() + max(SUSPECT_S, SUSPECT_SHARE * expected_s)
+        began = self._clock()
+        suspicious_at = began + max(SUSPECT_S, SUSPECT_SHARE * expected_s)
         wait, waits = _Wait(view, request.model, request.endpoint, suspicious_at), self._waits
         waits.setdefault(view.engine, {})[wait] = None
         try:
             yield
-            self._signs[view.engine] = self._clock()
+            self._note_sign(view.engine, self._clock() - began)
         finally:
             del waits[view.engine][wait]
             if not waits[view.engine]:
                 for known in (waits, self._signs, self._doubts):
                     known.pop(view.engine, None)
+
+    def configure(self, probe_s: float) -> None:
+        """So long engines have for an answer from now on; 0: none is asked."""
+        self._probe_s = probe_s
+
+    def _note_sign(self, engine: str, waited_s: float) -> None:
+        now = self._signs[engine] = self._clock()
+        longest_s, at = self._slowest.get(engine, (0.0, now))
+        if waited_s >= longest_s or now > at + SLOWEST_LASTS_S:
+            self._slowest.pop(engine, None)
+            self._slowest[engine] = waited_s, now
+            if len(self._slowest) > ENGINES_MAX:
+                del self._slowest[next(iter(self._slowest))]
+
+    def _bound_s(self, engine: str) -> float:
+        slowest_s, _ = self._slowest.get(engine, (0.0, 0.0))
+        return min(PROBE_S_MAX, max(self._probe_s, WAIT_SHARE * self._wait_s(engine), SLOWEST_SHARE * slowest_s))
 
     async def run(self) -> None:
         """Look, and ask, until cancelled."""
@@ -124,7 +149,7 @@ class HangWatch:
         engine = wait.view.engine
         doubt = self._doubts.setdefault(engine, _Doubt(self._clock(), PAUSE_S))
         doubt.is_asked, asked_at = True, self._clock()
-        bound_s = min(PROBE_S_MAX, max(PROBE_S, WAIT_SHARE * self._wait_s(engine)))
+        bound_s = self._bound_s(engine)
         try:
             answers = await self._answers(wait, bound_s)
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import os
 import socket
 import sys
 import time
@@ -36,6 +37,8 @@ NVME_GB = 4.0
 OWN_ENGINES_TIMEOUT_S = 10.0
 POLL_S = 0.1
 URL_VARIABLE, KEY_PREFIX_VARIABLE = "WARMROUTE_DIRECTORY__URL", "WARMROUTE_DIRECTORY__KEY_PREFIX"
+PROBE_VARIABLE, CPU_PROBE_S = "WARMROUTE_TIMEOUTS__PROBE_S", "60"
+"""Engines that share two cores of this machine may take long for a token, and don't hang."""
 START_LOOKUP_S = 2.0
 ONE_OF_EACH_PARTITION = tuple(bytes([partition << 4]) * DIRECTORY_KEY_BYTES for partition in range(PARTITIONS))
 
@@ -311,7 +314,11 @@ class _Launcher:
         """The gateway."""
         ports = ("--port", str(self.options.port), "--admin-port", str(self.options.admin_port))
         own = [word for url in self.options.engine_urls for word in ("--engine", url)]
-        return self._part_of(redis_url, "gateway", "gateway", *ports, *own)
+        part = self._part_of(redis_url, "gateway", "gateway", *ports, *own)
+        if self.options.engine_urls:
+            return part
+        probe_s = os.environ.get(PROBE_VARIABLE, CPU_PROBE_S)
+        return replace(part, environment={**part.environment, PROBE_VARIABLE: probe_s})
 
     def _nvme(self, folder: str) -> tuple[str, ...]:
         if self.options.nvme is None:

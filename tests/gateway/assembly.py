@@ -223,7 +223,8 @@ async def gateway_for(
         name = GatewayRegistration(f"gateway-{draw_incarnation().hex()}", "http://127.0.0.1:1")
         publisher = LoadPublisher(directory, name, ledger, loads, clock)
         assumer = AssumedPublisher(directory, name, assumed, lambda: fleet.table, clock)
-        upstream = await stack.enter_async_context(Upstream(timeouts or TimeoutsConfig()))
+        upstream_timeouts = timeouts or TimeoutsConfig()
+        upstream = await stack.enter_async_context(Upstream(upstream_timeouts))
         lookup = ChunkLookup(seen, clock)
         prefetcher = Prefetcher(control)
         hinting = asyncio.create_task(prefetcher.run())
@@ -240,7 +241,7 @@ async def gateway_for(
         recording = asyncio.create_task(recorder.run())
         stack.push_async_callback(_ended, recording)
         aliases, sleep = Aliases(config.models, fleet, homes), pause or _take_a_turn
-        hangs = HangWatch(fleet, upstream, ledger.wait_s, clock)
+        hangs = HangWatch(fleet, upstream, ledger.wait_s, upstream_timeouts.probe_s, clock)
         looking = asyncio.create_task(hangs.run())
         stack.push_async_callback(_ended, looking)
         admission = Admission(limits, ledger.running, metrics)

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from gateway import hang_watch
+from gateway.config import TimeoutsConfig
 from gateway.fleet import HUNG
 from gateway.hang_watch import HangWatch
 from gateway.openai_schema import CHAT, COMPLETIONS
@@ -17,6 +18,8 @@ from tests.gateway import mock_engine as mock
 from tests.gateway.assembly import TestGateway, eventually, gateway_for
 from tests.gateway.mock_engine import MockEngine
 from tests.gateway.samples import MODEL
+
+QUICK = TimeoutsConfig(probe_s=0.3)
 
 
 class Hanging:
@@ -38,7 +41,7 @@ class Hanging:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds become tenths."""
-    for name, seconds in {"LOOK_S": 0.02, "SUSPECT_S": 0.15, "PROBE_S": 0.3, "PAUSE_S": 0.2, "AGAIN_S": 0.1}.items():
+    for name, seconds in {"LOOK_S": 0.02, "SUSPECT_S": 0.15, "PAUSE_S": 0.2, "AGAIN_S": 0.1}.items():
         monkeypatch.setattr(hang_watch, name, seconds)
 
 
@@ -47,7 +50,7 @@ async def fleet_of(hanging: Hanging, *names: str) -> AsyncIterator[tuple[TestGat
     async with contextlib.AsyncExitStack() as stack:
         sick = await stack.enter_async_context(MockEngine("sick", hanging))
         others = [await stack.enter_async_context(MockEngine(name)) for name in names]
-        gateway = await stack.enter_async_context(gateway_for([sick, *others]))
+        gateway = await stack.enter_async_context(gateway_for([sick, *others], QUICK))
         for name in names:
             gateway.ledger.book(name, 60.0)  # so the one that hangs is the first for each
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30))
@@ -99,7 +102,7 @@ async def test_a_slow_engine_that_answers_a_question_is_left_alone() -> None:
 async def test_where_all_seem_to_hang_one_is_kept_and_both_serve_when_they_answer() -> None:
     hanging = Hanging()
     async with MockEngine("sick", hanging) as sick, MockEngine("slow", hanging) as slow:
-        async with gateway_for([sick, slow]) as gateway:
+        async with gateway_for([sick, slow], QUICK) as gateway:
             async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30) as client:
                 asked = [asyncio.create_task(client.post(CHAT, json=body())) for _ in range(4)]
                 await eventually(lambda: gateway.fleet.hung)
@@ -119,6 +122,18 @@ async def test_a_gateway_that_is_late_itself_blames_nobody(monkeypatch: pytest.M
         assert not gateway.fleet.hung
         hanging.is_well.set()
         assert (await asking).json()["id"] == "sick"
+
+
+async def test_an_engine_that_was_slow_lately_has_longer_for_its_answer() -> None:
+    hanging = Hanging()
+    async with fleet_of(hanging, "b") as (gateway, client, _):
+        gateway.completion.hangs._note_sign("sick", 100.0)
+        asking = asyncio.create_task(client.post(CHAT, json=body()))
+        await eventually(lambda: hanging.questions)
+        assert gateway.completion.hangs._bound_s("sick") == hang_watch.PROBE_S_MAX
+        hanging.is_well.set()
+        assert (await asking).json()["id"] == "sick"
+        assert gateway.completion.hangs._bound_s("nobody") == QUICK.probe_s
 
 
 async def test_the_only_engine_is_never_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,10 @@ class Answer:
         return sum(self.predicted.values())
 
 
+ENVIRONMENT = {**os.environ, "WARMROUTE_TIMEOUTS__PROBE_S": "60"}
+"""Engines that share two cores may take long for a token, and don't hang."""
+
+
 class Process:
     """A part in its own session, with its log; ended with all it started."""
 
@@ -50,7 +54,7 @@ class Process:
     def start(self) -> None:
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "warmroute.cli", *self._arguments]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True)
 
     def kill(self) -> None:
         self.process.kill()

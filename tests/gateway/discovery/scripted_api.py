@@ -33,7 +33,7 @@ class ScriptedApi:
         self.url = ""
 
     def play(self, line: bytes) -> None:
-        """Tell every watch that is open."""
+        """Tell every watch that is open; an empty line ends it."""
         for each in self._open:
             each.put_nowait(line)
 
@@ -75,6 +75,7 @@ class ScriptedApi:
         if script is None:
             told: asyncio.Queue[bytes] = asyncio.Queue()
             self._open.append(told)
-            while True:
-                await response.write(await told.get())
+            while line := await told.get():
+                await response.write(line)
+            self._open.remove(told)
         return response
