@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib.util
-import os
 import socket
 import sys
 import time
@@ -317,8 +316,7 @@ class _Launcher:
         part = self._part_of(redis_url, "gateway", "gateway", *ports, *own)
         if self.options.engine_urls:
             return part
-        probe_s = os.environ.get(PROBE_VARIABLE, CPU_PROBE_S)
-        return replace(part, environment={**part.environment, PROBE_VARIABLE: probe_s})
+        return replace(part, environment={**part.environment, PROBE_VARIABLE: CPU_PROBE_S})
 
     def _nvme(self, folder: str) -> tuple[str, ...]:
         if self.options.nvme is None:

@@ -38,8 +38,8 @@ class Answer:
         return sum(self.predicted.values())
 
 
-ENVIRONMENT = {**os.environ, "WARMROUTE_TIMEOUTS__PROBE_S": "60"}
-"""Engines that share two cores may take long for a token, and don't hang."""
+PATIENT = {"WARMROUTE_TIMEOUTS__PROBE_S": "60"}
+"""Of a gateway: engines that share two cores may take long for a token, and don't hang."""
 
 
 class Process:
@@ -48,13 +48,14 @@ class Process:
     def __init__(self, name: str, folder: Path, *arguments: str) -> None:
         self.log = folder / f"{name}.log"
         self._arguments = arguments
+        self._environment = {**os.environ, **(PATIENT if arguments[0] == "gateway" else {})}
         self.process: subprocess.Popen[bytes]
         self.start()
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "warmroute.cli", *self._arguments]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment, start_new_session=True)
 
     def kill(self) -> None:
         self.process.kill()
