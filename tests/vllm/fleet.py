@@ -55,7 +55,9 @@ class Process:
     def start(self) -> None:
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "warmroute.cli", *self._arguments]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
 
     def kill(self) -> None:
         self.process.kill()
