@@ -6,6 +6,7 @@ several slices, an endpoint may be in two of them while it moves, and a conditio
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 NAME_CHARS_MAX = 200
@@ -95,7 +96,7 @@ def _port(ports: Any, wanted: str | int | None) -> int | None:
 def _endpoint(row: Any, port: int) -> Endpoint | None:
     addresses = row.get("addresses") if isinstance(row, Mapping) else None
     address = addresses[0] if isinstance(addresses, list) and addresses else None
-    if not isinstance(address, str) or not address or any(each in address for each in "/@?#% \t\r\n"):
+    if not isinstance(address, str) or not _is_address(address):
         return None
     target = row.get("targetRef")
     target = target if isinstance(target, Mapping) else {}
@@ -103,6 +104,14 @@ def _endpoint(row: Any, port: int) -> Endpoint | None:
     is_named = isinstance(name, str) and name.isprintable() and 0 < len(name) <= NAME_CHARS_MAX
     own = Endpoint("", uid if isinstance(uid, str) else "", address, port)
     return Endpoint(str(name) if is_named else own.place, own.uid, address, port)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
 
 
 def _may_serve(row: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ SILENCE_S = WATCH_S + 30.0
 """A watch that says nothing for longer is broken: its end would have come."""
 LINE_BYTES_MAX = 4 * 2**20
 GONE = 410
+OPENED = "OPENED"
 
 
 class ApiFailed(Exception):
@@ -99,7 +100,7 @@ class KubernetesApi:
         raise ApiFailed(f"more than {PAGES_MAX * PAGE_ITEMS} slices match")
 
     async def watch_slices(self, namespace: str, selector: str, version: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Events since `version`, until the server ends it. Raises `ApiFailed`."""
+        """`OPENED` when it has begun, and events since `version`, until the server ends it. Raises `ApiFailed`."""
         query = {
             "labelSelector": selector,
             "watch": "1",
@@ -115,6 +116,7 @@ class KubernetesApi:
                     patience.reschedule(None)
                     if answer.status_code != httpx.codes.OK:
                         _checked(answer.status_code, await answer.aread())
+                    yield {"type": OPENED}
                     async for line in _lines(answer):
                         yield _event(line)
         except (httpx.HTTPError, TimeoutError) as error:

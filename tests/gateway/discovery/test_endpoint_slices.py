@@ -75,6 +75,14 @@ def test_an_address_of_version_6_stands_in_brackets_and_a_nameless_endpoint_has_
     assert read(endpoint_slice("s", nameless, addressType="IPv6")) == {"[fd00::1]:8000": "[fd00::1]:8000"}
 
 
+@pytest.mark.parametrize("address", ["::gg", "a]b", "a:b", "1[2", "10.0.0.1\x00", "ü", "fe80::1%eth0", "", "host.name"])
+def test_what_is_no_address_costs_its_own_endpoint_only(address: str) -> None:
+    table = SliceTable()
+    table.put(endpoint_slice("s", endpoint("strange", address), endpoint("a", "10.0.0.1")))
+    assert [each.name for each in table.endpoints()] == ["a"]
+    assert table.strange == 1
+
+
 def test_two_pods_that_swapped_their_addresses_keep_their_names() -> None:
     before = read(endpoint_slice("s", endpoint("a", "10.0.0.1"), endpoint("b", "10.0.0.2")))
     after = read(endpoint_slice("s", endpoint("a", "10.0.0.2"), endpoint("b", "10.0.0.1")))

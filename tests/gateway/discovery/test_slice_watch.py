@@ -140,6 +140,45 @@ async def test_a_refused_list_is_tried_again_and_says_what_right_is_missing() ->
             assert followed.failures == 3
 
 
+async def test_what_could_not_be_taken_is_told_again_with_the_next_list() -> None:
+    async with ScriptedApi(endpoint_slice("s", A)) as api:
+        followed = Followed(Cluster(api.url))
+        faults = [RuntimeError("a fault of the gateway's own")]
+        note = followed._note
+
+        def take(endpoints: tuple[Endpoint, ...]) -> None:
+            if faults:
+                raise faults.pop()
+            note(endpoints)
+
+        followed.watch = SliceWatch(SELECTOR, SliceTable(), take, followed._fail)
+        running = asyncio.create_task(followed.run())
+        await eventually(lambda: followed.names == ["a"])
+        running.cancel()
+        assert followed.failures == 1
+
+
+@pytest.mark.parametrize("how", ["bookmark and end", "403", "410"])
+async def test_a_server_whose_watches_end_at_once_is_asked_ever_less(how: str) -> None:
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await asyncio.sleep(0)
+
+    async with ScriptedApi(endpoint_slice("s", A)) as api:
+        followed = Followed(Cluster(api.url))
+        followed.watch = SliceWatch(SELECTOR, SliceTable(), followed._note, followed._fail, sleep)
+        bookmark: Any = [event("BOOKMARK", endpoint_slice("x"), "9")]
+        api.watches = [{"bookmark and end": bookmark, "403": 403, "410": 410}[how]] * 60
+        running = asyncio.create_task(followed.run())
+        await eventually(lambda: len(pauses) >= 14)
+        running.cancel()
+        assert max(pauses[-6:]) > 20 * slice_watch.BACKOFF_S
+        assert len(api.watched_from) <= len(pauses) + 1
+        assert (followed.failures > 0) == (how != "bookmark and end")
+
+
 async def test_the_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
