@@ -11,6 +11,8 @@ from gateway.fleet import EngineView, FleetTable
 from gateway.routing.assumed import AssumedPlacements, AssumedRun
 from gateway.routing.overlay import LIFETIME_S, Expectation, Overlay
 
+_NONE: frozenset[bytes] = frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class KnownMatch:
@@ -36,6 +38,7 @@ class SentPrompts:
     ) -> None:
         self.overlay, self.assumed, self._clock = overlay, assumed, clock
         self._on_its_way_s, self._kv_tokens = on_its_way_s, kv_tokens or {}
+        self._lives: dict[str, frozenset[bytes]] = {}
 
     def configure(self, kv_tokens: Mapping[str, int]) -> None:
         """What the memory of engines without an agent holds, from now on."""
@@ -60,10 +63,13 @@ class SentPrompts:
         return SentPrompt(self, view, keys, expectation, run, known.match.chunks - known.expected_chunks)
 
     def keep(self, table: FleetTable) -> None:
-        """Forget what was sent to engines that aren't ready any more: they are gone, or may be begun anew."""
-        ready = {view.engine for view in table.engines.values() if view.is_ready}
-        self.overlay.keep(ready)
-        self.assumed.keep(ready)
+        """Forget what was sent to engines that aren't ready any more, or have a new life: their memory is empty."""
+        lives = {view.engine: view.reach.own for view in table.engines.values() if view.is_ready}
+        own = {name: lives[name] or self._lives.get(name, _NONE) for name in lives if table.engines[name].registration}
+        begun_anew = {name for name, now in own.items() if (before := self._lives.get(name)) and now - before}
+        self._lives = own
+        self.overlay.keep(lives.keys() - begun_anew)
+        self.assumed.keep(lives.keys())
 
     def note_computed(self, sent: "SentPrompt") -> None:
         """The prompt's chunks are in the engine's GPU memory."""
