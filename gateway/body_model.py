@@ -13,7 +13,7 @@ import orjson
 from gateway.form_body import form_fields
 from gateway.openai_schema import InferenceRequest
 
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]]', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]', re.DOTALL)
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 
 

@@ -23,8 +23,11 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def towards_engine(headers: Headers, api_key: str | None) -> list[tuple[bytes, bytes]]:
-    """A client's end-to-end headers, in lower case. `api_key` stands in for its credentials, if it is given."""
-    left_out = _ENDING_HERE | _connection_named(headers)
+    """A client's end-to-end headers, in lower case. `api_key` stands in for its credentials, if it is given.
+
+    The request's id is the gateway's own word, and passes though a client's `Connection` names it.
+    """
+    left_out = _ENDING_HERE | (_connection_named(headers) - {REQUEST_ID})
     if api_key is not None:
         left_out |= CREDENTIALS
     lowered = [(name.lower(), value) for name, value in headers]

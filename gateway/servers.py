@@ -109,6 +109,7 @@ def server(app: object) -> Server:
             app,  # type: ignore[arg-type]
             lifespan="off",
             http=ClientConnection,
+            ws="none",
             proxy_headers=False,
             log_config=None,
             access_log=False,

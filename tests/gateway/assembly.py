@@ -309,6 +309,7 @@ async def serving(app: object) -> AsyncIterator[str]:
             app,  # type: ignore[arg-type]
             lifespan="off",
             http=ClientConnection,
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

@@ -112,6 +112,11 @@ def test_what_connection_names_ends_whatever_its_case_and_empty_names_are_none()
     assert towards_client(headers) == [(b"X-B", b"3")]
 
 
+def test_a_request_keeps_its_id_whatever_connection_names() -> None:
+    headers = [(b"connection", b"x-request-id, x-a"), (b"x-a", b"1"), (b"x-request-id", b"mine")]
+    assert towards_engine(headers, None) == [(b"x-request-id", b"mine")]
+
+
 def test_a_value_that_http_cannot_tell_is_left_out() -> None:
     assert towards_client([(b"a", b"x\r\nb: y"), (b"c", b"tab\tis fine"), (b"d", b"\x00")]) == [(b"c", b"tab\tis fine")]
 
