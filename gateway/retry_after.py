@@ -18,6 +18,6 @@ def retry_after_s(status: int, headers: Iterable[tuple[bytes, bytes]]) -> float:
         return float(value)
     try:
         at = parsedate_to_datetime(value.decode("latin-1"))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
     return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp())
