@@ -100,10 +100,10 @@ async def all_are_down(fleet: Fleet) -> Seen:
 
 
 async def one_hangs(fleet: Fleet) -> Seen:
-    """It accepts and never answers, while its health is fine; clients wait for 6 s."""
+    """It accepts and never answers, while its health is fine; clients wait for 15 s."""
     await fleet.behave(Behaviour(ttft_s=0.005))
     await fleet.victim.behave(Behaviour(is_hung=True))
-    outcome = await fleet.ask(12, lasts_s=8.0, timeout_s=6.0)
+    outcome = await fleet.ask(12, lasts_s=8.0, timeout_s=15.0)
     return _none_failed(outcome)
 
 
