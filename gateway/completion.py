@@ -164,13 +164,12 @@ class Completion:
                 send = partial(self._sender.send, view, incoming.path, incoming.headers, known)
                 with self.hangs.waiting(view, request, score.expected_ttft_s):
                     answer = await watched.send(send)
-                is_stream = answer.content_type == "text/event-stream"
+                headers, is_stream = answer.headers(), answer.content_type == "text/event-stream"
                 is_announced = is_stream and request.endpoint == RESPONSES  # by events that come before any token
                 if not is_announced:
-                    dispatch.first_byte(answer.status, retry_after_s(answer.status, answer.headers()))
+                    dispatch.first_byte(answer.status, retry_after_s(answer.status, headers))
                 is_refusal = answer.status in again
                 body = await self._read_whole(answer) if is_refusal or _is_read_first(answer) else None
-            headers = answer.headers()
             if is_refusal:
                 kept = None if body is None else WholeAnswer(answer.status, headers, body)
                 return EngineFailed(f"answered with status {answer.status}", answer=kept)

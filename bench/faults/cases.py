@@ -111,7 +111,7 @@ async def one_hangs_with_its_health(fleet: Fleet) -> Seen:
     """The same, and its health doesn't answer either."""
     await fleet.behave(Behaviour(ttft_s=0.005))
     await fleet.victim.behave(Behaviour(is_hung=True, is_health_hung=True))
-    outcome = await fleet.ask(12, lasts_s=8.0, timeout_s=6.0)
+    outcome = await fleet.ask(12, lasts_s=8.0, timeout_s=15.0)
     return _none_failed(outcome)
 
 

@@ -23,7 +23,6 @@ from gateway.admin_api import create_admin_api
 from gateway.admission import Admission
 from gateway.aliases import Aliases
 from gateway.assumed_publisher import AssumedPublisher
-from gateway.client_connection import ClientConnection
 from gateway.completion import Completion
 from gateway.config import (
     EngineConfig,
@@ -66,6 +65,8 @@ from gateway.routing.assumed import AssumedPlacements
 from gateway.routing.overlay import Overlay
 from gateway.routing.policies import POLICIES, Policy
 from gateway.sent_prompts import SentPrompts
+from gateway.servers import Server
+from gateway.servers import server as production_server
 from gateway.shared_load import EngineLoads
 from gateway.stored_responses import StoredResponses
 from gateway.trace_recorder import TraceRecorder
@@ -304,19 +305,9 @@ async def serving(app: object) -> AsyncIterator[str]:
     """The application behind uvicorn on a free port."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = _Server(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            lifespan="off",
-            http=ClientConnection,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-    )
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    as_in_use = production_server(app).config
+    as_in_use.timeout_graceful_shutdown = 2
+    server = _Server(as_in_use)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await eventually(lambda: server.started)
@@ -326,7 +317,7 @@ async def serving(app: object) -> AsyncIterator[str]:
         await task
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """Ends at once when it has to: uvicorn's own looks for that ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
